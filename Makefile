@@ -24,10 +24,10 @@ demo: setup  ## Run 10,000 commands as one batch on an embedded PostgreSQL
 	$(BIN)/busload demo
 
 # The checks run side by side, each with its output in one piece; if one fails, make stops before the tests.
-# Tests wait for servers and processes a quarter of their time: three processes keep two cores busy.
+# Tests wait for servers and processes a part of their time: four processes keep two cores busy.
 test: setup  ## Lint, check types, run every test
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint servers package
-	$(BIN)/python -m pytest -n 3 --dist worksteal --durations 25
+	$(BIN)/python -m pytest -n 4 --dist worksteal --durations 25
 
 lint: style types examples  ## ruff, mypy, and the examples as a user's project by mypy and pyright
 
@@ -50,6 +50,8 @@ sync: setup  ## Make src/busload/sync, the API without await, from the async mod
 figures: setup  ## Write what the docs make from the code: tables, docstrings, the changelog page and llms.txt
 	$(BIN)/python scripts/generate_figures.py
 	$(BIN)/python -m tests.explorer.crash_points
+	$(BIN)/python -m tests.explorer.publishing
+	$(BIN)/python -m tests.proof
 	$(BIN)/python scripts/generate_docs.py
 
 servers: setup .venv/brokers  ## Install what the tests run on: PostgreSQL 15, the oldest we support, PgBouncer and brokers

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
-from starlette.applications import Starlette
 
 from bench.case import Case, Measured, heard, helpers, say
 from bench.clock import timed
 from bench.ours import DOMAIN, expect_completed, fill, nothing
 from busload import CommandBus, Worker
-from busload.dashboard import app
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
 
 
 async def drain_watched(dsn: str, size: int) -> Measured:
@@ -33,6 +34,8 @@ async def drain_watched(dsn: str, size: int) -> Measured:
 
 async def watch(dsn: str, size: int) -> None:
     """Keep ten pages open, each another one, until told that it is enough."""
+    from busload.dashboard import app  # here: the processes of all other cases would import it, too
+
     with psycopg.connect(dsn) as conn:
         batch, commands = conn.execute(
             "SELECT (SELECT batch_id FROM busload.batch LIMIT 1),"

@@ -33,8 +33,8 @@ hypothesis_settings.load_profile("patient")
 
 OUTSIDE = pytest.StashKey[list[str]]()
 LONGEST = (
-    *("chaos", "cluster", "browser", "test_bench.py", "test_isolation.py", "test_screenshots.py", "test_site.py"),
-    *("test_dashboard.py", "test_demo.py", "test_interleavings.py", "test_model.py", "test_outbox.py"),
+    *("chaos", "cluster", "browser", "explorer", "test_bench.py", "test_isolation.py", "test_screenshots.py"),
+    *("test_site.py", "test_dashboard.py", "test_demo.py", "test_interleavings.py", "test_model.py", "test_outbox.py"),
 )
 """Folders and files whose tests take longest."""
 THROWN_AWAY = {"fsync": "off", "full_page_writes": "off"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +32,7 @@ from busload import (
 )
 from busload.batches import FailureBudget
 from busload.commands.payload import PayloadRefusedError, encode
-from busload.errors import InvalidOperationError, OutcomeUnknownError, kind_of
+from busload.errors import DatabaseReadOnlyError, InvalidOperationError, OutcomeUnknownError, kind_of
 from tests.test_public import public_names
 
 WRITTEN = "Nothing was written"
@@ -256,3 +257,18 @@ def test_an_unknown_outcome_says_of_what() -> None:
     one = uuid4()
     assert f"while command {one} was being committed" in str(OutcomeUnknownError(command_ids=[one]))
     assert "while a call of 1,234 commands was being committed" in str(OutcomeUnknownError(command_ids=[one] * 1234))
+
+
+@pytest.mark.parametrize(
+    ("standby", "joined", "said"),
+    [
+        (True, True, r"connection that this call joins is to database 'shop' on a standby.*target_session_attrs"),
+        (True, False, r"connection of the bus is to database 'shop' on a standby.*Connect to the primary"),
+        (False, True, r"joins has a read-only transaction of database 'shop'.*READ WRITE"),
+        (False, False, r"connection of the bus has a read-only transaction.*default_transaction_read_only"),
+    ],
+)
+def test_a_database_that_takes_no_writes_says_why_and_what_to_do(standby: bool, joined: bool, said: str) -> None:
+    refused = DatabaseReadOnlyError("shop", standby=standby, joined=joined)
+    assert re.search(said, str(refused)) and "Nothing of this call was written." in str(refused)
+    assert (refused.database, refused.standby, refused.sqlstate) == ("shop", standby, "25006")

@@ -8,6 +8,8 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+from tests import proof
+
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
 PROMISE = re.compile(r"^- (?P<promise>.+)\n(?P<tests>(?:    - .+\n)*)", re.MULTILINE)
@@ -74,6 +76,31 @@ def test_everything_that_the_founding_documents_asked_for_has_a_test() -> None:
         tests = NAMED.findall(row["tests"])
         assert row["tests"] == " ".join(f"`{path}::{name}`" for path, name in tests)
         assert [f"{path}::{name}" for path, name in tests if name not in functions(path)] == [], row["number"]
+
+
+def sections_of_the_page() -> dict[str, str]:
+    """What docs/promises.md says about each promise, by its heading."""
+    told = (ROOT / "docs/promises.md").read_text().partition("## The promises\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^### (.+)\n((?:(?!### ).*\n?)*)", told, re.MULTILINE))
+
+
+def test_the_page_of_promises_says_of_each_what_would_break_it_and_names_tests_that_exist() -> None:
+    for promise, told in sections_of_the_page().items():
+        assert "- **What would break it:** " in told and NAMED.search(told), promise
+    named = NAMED.findall((ROOT / "docs/promises.md").read_text())
+    assert [f"{path}::{name}" for path, name in named if name not in functions(path)] == []
+
+
+def test_every_promise_of_the_readme_is_on_the_page() -> None:
+    table = (ROOT / "README.md").read_text().partition("| promised | meaning |\n|---|---|\n")[2].partition("\n\n")[0]
+    promised = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()]
+    assert len(promised) >= 14
+    assert {one.casefold() for one in promised} <= {heading.casefold() for heading in sections_of_the_page()}
+
+
+def test_the_page_of_promises_counts_what_there_is() -> None:
+    page = proof.PAGE.read_text()
+    assert proof.written(page) == page, "Run `make figures`."
 
 
 def test_a_promise_is_a_sentence() -> None:

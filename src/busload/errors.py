@@ -17,6 +17,7 @@ BusloadError
 ├── OutcomeUnknownError                       the connection broke while COMMIT was under way
 ├── DatabaseUnavailableError (also psycopg.OperationalError): PostgreSQL cannot be reached, or does not answer
 ├── NothingWrittenError (also the psycopg.Error behind it): PostgreSQL refused a write
+│   └── DatabaseReadOnlyError                 a standby, or a transaction in which nothing may be written
 ├── LockWaitTimeoutError                      somebody's open transaction holds what was to be written; nothing was
 ├── DatabaseUnusableError                     the database cannot be used as it is (version, encoding, no server)
 ├── DispatchIncompleteError                   a large batch is written up to a checkpoint; the call can be repeated
@@ -223,14 +224,22 @@ class HandlerAlreadyRegisteredError(InvalidOperationError):
 
 
 class SchemaOutdatedError(BusloadError):
-    def __init__(self, *, found: int, needed: int) -> None:
+    """The database lacks busload's schema, or a part of it. `database` is its name if the call joins a transaction."""
+
+    def __init__(self, *, found: int, needed: int, database: str | None = None) -> None:
+        holds = f"holds {f'busload schema {found}' if found else 'no busload schema yet'}, this release needs {needed}"
+        if database is None:
+            message = f"The database {holds}. Run"
+        else:
+            message = (
+                f"The connection that this call joins is to database {database!r}, which {holds}. If you meant another "
+                "database, pass a connection to that one. Else run"
+            )
         super().__init__(
-            f"The database holds {f'busload schema {found}' if found else 'no busload schema yet'}, "
-            f"this release needs {needed}. "
-            "Run `busload schema migrate`, in a Django project `manage.py migrate`, or call migrate() of the bus, "
-            "before sending or starting workers."
+            f"{message} `busload schema migrate`, in a Django project `manage.py migrate`, or call migrate() of the "
+            "bus, before sending or starting workers."
         )
-        self.found, self.needed = found, needed
+        self.found, self.needed, self.database = found, needed, database
 
 
 class OutcomeUnknownError(BusloadError):
@@ -269,8 +278,27 @@ class NothingWrittenError(BusloadError):
     """PostgreSQL has failed or refused a write of ours, and nothing of the call was written.
 
     It is also an instance of the psycopg error that caused it, which is its `__cause__`: so `except
-    psycopg.errors.InsufficientPrivilege` finds it. On a connection of yours (`conn=`) psycopg's own errors are raised.
+    psycopg.errors.InsufficientPrivilege` finds it. On a connection of yours (`conn=`) psycopg's own errors are raised,
+    but for `DatabaseReadOnlyError`.
     """
+
+
+class DatabaseReadOnlyError(NothingWrittenError, psycopg.errors.ReadOnlySqlTransaction):
+    """The transaction may not write: its server is a standby, or it was begun as read-only, as it may be by default.
+
+    `database` is the name of the database. `standby` says whether its server is one.
+    """
+
+    def __init__(self, database: str, *, standby: bool, joined: bool) -> None:
+        connection = "The connection that this call joins" if joined else "The connection of the bus"
+        if standby:
+            found = f"is to database {database!r} on a standby, which has a read-only transaction for everybody"
+            todo = "Connect to the primary: name all servers in the DSN and add target_session_attrs=read-write."
+        else:
+            found = f"has a read-only transaction of database {database!r}"
+            todo = "Begin one as READ WRITE, or, if nobody began it as READ ONLY, see default_transaction_read_only."
+        super().__init__(f"{connection} {found}. Nothing of this call was written. {todo}")
+        self.database, self.standby = database, standby
 
 
 def nothing_written(error: psycopg.Error) -> psycopg.Error:

@@ -115,7 +115,8 @@ class WorkerSettings:
         if self.prefetch > self.lease_for / 4:
             raise ValueError(
                 f"prefetch ({self.prefetch}) must be from zero to a quarter of the lease ({self.lease_for}): "
-                "what a worker holds ahead must run before its lease ends."
+                "what a worker holds ahead must run before its lease ends. Choose a longer lease_for or a shorter "
+                "prefetch."
             )
         if self.keep_for is not None and self.keep_for > LONGEST:
             raise ValueError(f"keep_for must be at most {LONGEST.days} days, found {self.keep_for}; None is for ever.")
@@ -146,7 +147,8 @@ def _check_time(name: str, value: object, *, optional: bool) -> None:
     if value is None and optional:
         return
     if not isinstance(value, timedelta):
-        raise ValueError(f"{name} must be a timedelta, found {value!r:.80}.")
+        instead = f"; pass timedelta(seconds={value:.15g})" if type(value) in (int, float) else ""
+        raise ValueError(f"{name} must be a timedelta, found {value!r:.80}{instead}.")
     if name in _MAY_BE_ZERO and value < timedelta(0):
         raise ValueError(f"{name} must be at least zero, found {value}.")
     if name not in _MAY_BE_ZERO and value <= timedelta(0):

@@ -229,6 +229,20 @@ async def test_an_action_on_many_commands_is_one(given: Given, bus: CommandBus) 
     assert [one.commands for one in (await bus.audit.list(limit=1, after=page.next)).actions] == [4]
 
 
+async def test_a_retry_with_patched_data_is_told_from_a_plain_one(given: Given, bus: CommandBus) -> None:
+    _, [first, *_] = await given.in_troubleshooting(4)
+    await bus.troubleshooting.retry(DOMAIN, first, operator="ada")
+    [cause] = await bus.troubleshooting.groups(DOMAIN)
+    patch = [{"op": "add", "path": "/currency", "value": "EUR"}]
+    await bus.troubleshooting.retry_group(DOMAIN, cause.fingerprint, patch=patch, operator="ada")
+    await given.drained()
+    found = (await bus.audit.list()).actions
+    assert [(one.type, one.patched, one.commands) for one in found] == [
+        (ActionType.OPERATOR_RETRIED, True, 3),
+        (ActionType.OPERATOR_RETRIED, False, 1),
+    ]
+
+
 def _action(seconds: float, **given: Any) -> Action:
     at = datetime(2030, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
     usual: dict[str, Any] = {"batch_id": None, "domain": DOMAIN, "command_id": None, "reason": None}
@@ -244,6 +258,7 @@ def _action(seconds: float, **given: Any) -> Action:
         (_action(9, type="OPERATOR_CANCELED"), False),
         (_action(9, reason="other"), False),
         (_action(9, domain="crm"), False),
+        (_action(9, patched=True), False),
         (_action(9, commands=0), False),
     ],
 )

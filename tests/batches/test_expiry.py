@@ -10,7 +10,19 @@ from uuid import UUID
 import psycopg
 import pytest
 
-from busload import BatchCommand, CommandBus, Dedup, InvalidCommandError, Settings, Stage, SyncCommandBus
+from busload import (
+    BatchCommand,
+    Command,
+    CommandBus,
+    Dedup,
+    HandlerContext,
+    InvalidCommandError,
+    RetryPolicy,
+    Settings,
+    Stage,
+    SyncCommandBus,
+    TransientCommandError,
+)
 from busload.commands import claim, expire
 from busload.commands.execution import FAILED_ATTEMPT
 from busload.postgres.plan import Plan
@@ -175,6 +187,29 @@ async def test_a_retry_has_started_before_and_does_not_expire(
     given.handler()
     await given.drained()
     assert counts(await given.batch_now(batch_id)) == (1, 1, 0, 0, 0)
+
+
+async def test_what_snoozes_waits_no_longer_than_until_it_expires(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """It has come too early, so a limit on how often it may ask is its expiry; after a failure it has started."""
+
+    async def snooze(command: Command, ctx: HandlerContext) -> None:
+        if ctx.attempt == command.data["fails"]:
+            raise TransientCommandError("busy")
+        ctx.snooze(3600)
+
+    given.handler("Debit", snooze, retry=RetryPolicy(backoff=(0.001,)))
+    batch_id = await bus.create_batch(
+        DOMAIN, [BatchCommand("Debit", data={"fails": n}) for n in (0, 1)], expires_in=SOON
+    )
+    async with given.running():
+        await eventually(lambda: database.value("SELECT count(*) FROM busload.event WHERE type = 'SNOOZED'") == 2)
+    pass_time(database)
+    assert swept(database) == 1
+    assert (await given.batch_now(batch_id)).canceled_count == 1
+    [left] = await bus.list_batch_commands(DOMAIN, batch_id, status="SCHEDULED")
+    assert left.data == {"fails": 1}
 
 
 async def test_what_is_held_or_waits_for_its_time_expires_too(

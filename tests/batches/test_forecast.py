@@ -60,6 +60,20 @@ def test_a_steady_batch_is_done_when_its_pace_says_and_the_interval_holds_that_t
     assert str(found).startswith("in about 5 min (")
 
 
+@pytest.mark.parametrize(
+    ("parked", "end"),
+    [
+        (0, "min)"),
+        (1, "min), not counting 1 command in troubleshooting"),
+        (12, "min), not counting 12 commands in troubleshooting"),
+    ],
+)
+def test_a_forecast_says_how_many_commands_in_troubleshooting_it_leaves_out(parked: int, end: str) -> None:
+    found = forecast(outlook(parked=parked))
+    assert found.in_troubleshooting == parked
+    assert str(found).startswith("in about ") and str(found).endswith(end)
+
+
 def test_a_batch_that_has_just_begun_is_not_taken_for_a_slow_one() -> None:
     """After twenty seconds the pace over a hundred or a thousand seconds is that of twenty."""
     paces = tuple(10 * scale * (1 - math.exp(-20 / scale)) for scale in SCALES)
@@ -129,12 +143,10 @@ def test_each_fact_that_makes_a_forecast_dishonest_is_named_instead(
     slots=st.integers(0, 10**6),
     retries=st.integers(0, 200),
     last_retry=st.floats(0, 1e7),
+    expires=st.none() | st.floats(-1e7, 1e9),
 )
-def test_no_facts_make_a_forecast_fail(
-    left: int, ended: int, age: float | None, idle: float, pace: float, retries: int, last_retry: float, **counts: int
-) -> None:
-    facts = {"total": left + ended, "ended": ended, "age": age, "idle": idle, "paces": (pace, pace, pace, pace)}
-    found = forecast(outlook(**facts, retries=retries, last_retry=last_retry, **counts))
+def test_no_facts_make_a_forecast_fail(left: int, ended: int, pace: float, **facts: Any) -> None:
+    found = forecast(outlook(total=left + ended, ended=ended, paces=(pace, pace, pace, pace), **facts))
     if found.unknown is None:
         earliest, done, latest = seconds(found)
         assert 0 <= earliest <= latest and done <= latest
@@ -191,6 +203,37 @@ def test_it_says_what_limits_the_batch_now_and_nothing_else(facts: dict[str, Any
     assert len(changes) == len(sentences)
     for found, wanted in zip(changes, sentences, strict=True):
         assert found.startswith(wanted)
+
+
+EXPIRES = "The batch expires in 2 min: what has not started by then is canceled."
+
+
+@pytest.mark.parametrize("more", [{}, {"planned": 100, "last_planned": 7200.0}])
+def test_a_batch_that_expires_first_is_done_soon_after_that(more: dict[str, Any]) -> None:
+    """At its pace it takes five minutes, or two hours to the last run_at; but who waits after two is canceled."""
+    found = forecast(outlook(expires=120.0, busy=200, **more))
+    earliest, done, latest = seconds(found)
+    assert 0 < earliest <= 120 <= done <= latest < 180
+    assert found.changes[0] == EXPIRES
+    assert not [said for said in found.changes if "instead of" in said]
+    assert "with one more worker like these more of the batch could start in time." in found.changes[1]
+
+
+def test_a_retry_outlives_the_expiry_of_its_batch() -> None:
+    """It has started, so it does not expire."""
+    earliest, done, latest = seconds(forecast(outlook(expires=120.0, retries=3, last_retry=900.0)))
+    assert 900 <= earliest <= done <= latest
+
+
+@pytest.mark.parametrize("expires", [-3.0, 0.0])
+def test_a_batch_whose_time_is_over_waits_for_the_next_sweep(expires: float) -> None:
+    found = forecast(outlook(expires=expires))
+    assert 0 <= seconds(found)[0] <= seconds(found)[2] < 60
+    assert found.changes == ("The batch has expired: what has not started is canceled by the next sweep.",)
+
+
+def test_an_expiry_that_comes_after_the_end_changes_nothing() -> None:
+    assert forecast(outlook(expires=7200.0)) == forecast(outlook())
 
 
 POSTROOM: dict[str, Any] = {"domain": "postroom", "workers": 1, "slots": 10, "busy": 5}
@@ -374,6 +417,15 @@ async def test_a_retry_that_is_due_later_holds_the_end(given: Given) -> None:
     assert found is not None and found.earliest is not None
     assert found.earliest - found.made_at > timedelta(seconds=590)
     assert found.changes == ("2 commands have failed and will be tried again, the last in 10 min.",)
+
+
+async def test_an_expiry_is_found_in_the_database(given: Given) -> None:
+    batch_id = await given.batch(10_000, expires_in=timedelta(minutes=2))
+    given.settled(given.claimed(1))
+    found = (await given.batch_now(batch_id)).forecast
+    assert found is not None and found.latest is not None
+    assert found.latest - found.made_at < timedelta(minutes=3)
+    assert found.changes[0].startswith("The batch expires in ")
 
 
 async def test_a_concurrency_limit_is_named_with_what_it_allows(given: Given) -> None:

@@ -295,6 +295,68 @@ async def test_a_person_may_hold_and_resume_while_the_canary_runs(bus: CommandBu
     assert len(seen) == 90
 
 
+@pytest.mark.parametrize("face", FACES)
+async def test_a_person_lets_the_batch_go_though_its_canary_runs(
+    bus: CommandBus, dsn: str, given: Given, face: str
+) -> None:
+    batch_id = await bus.create_batch(DOMAIN, numbered(100), canary=Canary(10, WITHIN))
+    leased = given.claimed(100)
+    assert len(leased) == 10
+    async with bus_of(face, dsn) as called:
+        assert not await called.resume_batch(DOMAIN, batch_id, operator="rosa")
+        assert given.claimed(100) == []
+        assert await called.resume_batch(DOMAIN, batch_id, operator="rosa", end_canary=True)
+        assert not await called.resume_batch(DOMAIN, batch_id, operator="rosa", end_canary=True)
+    assert (await given.batch_now(batch_id)).canary_ended_at is not None
+    [resumed] = [event for event in await bus.get_batch_audit_trail(DOMAIN, batch_id) if event.type == "BATCH_RESUMED"]
+    assert resumed.operator == "rosa"
+    assert resumed.details == {"held_reason": "CANARY", "canary": 10, "completed": 0}
+    rest = given.claimed(100)
+    assert len(rest) == 90
+    given.settled(leased, "TROUBLESHOOTING", reason="PERMANENT", details=wrong("amount"))
+    given.settled(rest)
+    batch = await given.batch_now(batch_id)
+    assert (batch.held_reason, counts(batch)) == (None, (100, 90, 0, 0, 10))
+
+
+async def test_a_person_ends_the_canary_of_a_batch_that_a_person_holds(bus: CommandBus, given: Given) -> None:
+    """What has failed of it while it was held does not hold it again."""
+    batch_id = await bus.create_batch(DOMAIN, numbered(100), canary=Canary(10, WITHIN))
+    leased = given.claimed(5)
+    await bus.hold_batch(DOMAIN, batch_id, reason="lunch")
+    given.settled(leased, "TROUBLESHOOTING", reason="PERMANENT", details=wrong("amount"))
+    assert await bus.resume_batch(DOMAIN, batch_id, end_canary=True)
+    batch = await given.batch_now(batch_id)
+    assert batch.held_at is None and batch.canary_ended_at is not None
+    assert len(given.claimed(100)) == 95
+
+
+async def test_a_budget_holds_what_the_canary_does_not_keep_back_any_more(bus: CommandBus, given: Given) -> None:
+    budget = FailureBudget(0.01, at_least=1)
+    batch_id = await bus.create_batch(DOMAIN, numbered(100), canary=Canary(10, WITHIN), budget=budget)
+    leased = given.claimed(5)
+    await bus.hold_batch(DOMAIN, batch_id, reason="lunch")
+    given.settled(leased, "TROUBLESHOOTING", reason="PERMANENT", details=wrong("amount"))
+    assert await bus.resume_batch(DOMAIN, batch_id, end_canary=True)
+    assert (await given.batch_now(batch_id)).held_reason == "BUDGET"
+    assert given.claimed(100) == []
+    assert await bus.resume_batch(DOMAIN, batch_id)
+    assert len(given.claimed(100)) == 95
+
+
+async def test_only_a_canary_that_runs_is_ended(bus: CommandBus, given: Given, database: Database) -> None:
+    without = await bus.create_batch(DOMAIN, numbered(3))
+    canceled = await bus.create_batch(DOMAIN, numbered(3), canary=Canary(1))
+    given.claimed(100)
+    await bus.cancel_batch(DOMAIN, canceled, reason="a mistake")
+    before = database.everything()
+    for batch_id in (without, canceled):
+        assert not await bus.resume_batch(DOMAIN, batch_id, end_canary=True)
+    with pytest.raises(InvalidCommandError, match="end_canary"):
+        await bus.resume_batch(DOMAIN, without, end_canary="yes")  # type: ignore[arg-type]
+    assert database.everything() == before
+
+
 async def test_a_run_at_is_kept_while_the_canary_runs(bus: CommandBus, given: Given) -> None:
     seen = failing(bus, set())
     tomorrow = datetime.now(UTC) + timedelta(days=1)
@@ -363,6 +425,23 @@ async def test_a_canary_larger_than_its_batch_is_refused(bus: CommandBus, databa
     with pytest.raises(TypeError, match="no option 'canary'"):
         bus.open_batch(DOMAIN, canary=Canary(5))  # type: ignore[call-arg]
     assert database.everything() == before
+
+
+async def test_a_canary_that_no_command_can_join_in_time_is_refused(bus: CommandBus, database: Database) -> None:
+    """All commands are due after its time, by run_at or by delay; one that is due before is enough"""
+    before, later = database.everything(), datetime.now(UTC) + 2 * WITHIN
+    late = [*numbered(5, run_at=later), *numbered(5, delay=WITHIN)]
+    for commands in (numbered(3, run_at=later), numbered(3, delay=WITHIN.total_seconds()), late):
+        with pytest.raises(InvalidCommandError, match=r"/canary/within: found 2:00:00, .* a longer within") as refused:
+            await bus.create_batch(DOMAIN, commands, canary=Canary(2, WITHIN))
+        assert refused.value.total == 1
+    assert database.everything() == before
+
+    for soon in ({}, {"delay": WITHIN - timedelta(seconds=1)}, {"run_at": later - 3 * WITHIN}):
+        await bus.create_batch(DOMAIN, [*late, *numbered(1, **soon)], canary=Canary(2, WITHIN))
+    await bus.create_batch(DOMAIN, late, canary=Canary(2, 2 * WITHIN))
+    await bus.create_batch(DOMAIN, late)
+    assert database.count("batch") == 5
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, "5", None, 2**31])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,8 @@ class Proxy:
         self._connections: set[_Connection] = set()
         self.accepted = 0
         """How many connections there were."""
+        self.held_back = 0
+        """How many answers, or parts of some, were held back; most of them went on afterwards."""
         self._cuts = 0
         self._swallows_new = False
 
@@ -77,12 +80,17 @@ class Proxy:
             broker_writer.close()
             writer.close()
             return
-        connection = _Connection(self._answering)
+        connection = _Connection(self._hold)
         connection.swallows = connection.swallows_questions = self._swallows_new
         self._connections.add(connection)
         self.accepted += 1
         await connection.serve((reader, broker_writer), (broker_reader, writer))
         self._connections.discard(connection)
+
+    async def _hold(self) -> None:
+        if not self._answering.is_set():
+            self.held_back += 1
+        await self._answering.wait()
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(*self._broker)
@@ -110,8 +118,8 @@ class PostgresProxy(Proxy):
 
 
 class _Connection:
-    def __init__(self, answering: asyncio.Event) -> None:
-        self._answering = answering
+    def __init__(self, hold: Callable[[], Awaitable[None]]) -> None:
+        self._hold = hold
         self._pumps: list[asyncio.Task[None]] = []
         self.swallows = self.swallows_questions = False
 
@@ -141,7 +149,7 @@ class _Connection:
         with suppress(OSError):
             while data := await source.read(65536):
                 if answers:
-                    await self._answering.wait()
+                    await self._hold()
                 if not (self.swallows if answers else self.swallows_questions):
                     sink.write(data)
                     await sink.drain()

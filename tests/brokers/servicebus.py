@@ -34,7 +34,7 @@ KEY_NAME, KEY = "RootManageSharedAccessKey", "bG9vay1hbGlrZS1rZXk="
 MAX_MESSAGE_SIZE = 262_144
 PEEKED_AT_ONCE = 100
 LOOK_EVERY = 0.05
-"""Seconds between two looks for locks that have expired."""
+"""Seconds between two looks for locks that have expired, while there are locks."""
 
 DATA = 0x75
 """The section of an AMQP message that holds its body."""
@@ -119,6 +119,7 @@ class Broker(Handler):  # type: ignore[misc]
         self.hidden: set[str] = set()
         self.connections: set[Connection] = set()
         self.commands = EventInjector()
+        self.looks_again = False
 
     # -- its life -------------------------------------------------------------------------------------------------
 
@@ -126,15 +127,22 @@ class Broker(Handler):  # type: ignore[misc]
         self.container = event.container
         acceptor = self.container.listen("127.0.0.1:0")
         self.container.selectable(self.commands)
-        self.container.schedule(LOOK_EVERY, self)
         say(acceptor._selectable._delegate.getsockname()[1])
         threading.Thread(target=self._read_commands, daemon=True).start()
 
     def on_timer_task(self, event: Any) -> None:
+        self.looks_again = False
         for queue in self.queues.values():
             queue.unlock_expired()
             self._deliver(queue)
-        self.container.schedule(LOOK_EVERY, self)
+        if any(queue.locks for queue in self.queues.values()):
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Not while nothing is locked: for most of a run it would wake up in vain, twenty times a second."""
+        if not self.looks_again:
+            self.looks_again = True
+            self.container.schedule(LOOK_EVERY, self)
 
     def on_connection_remote_open(self, event: Any) -> None:
         self.connections.add(event.connection)
@@ -281,6 +289,7 @@ class Broker(Handler):  # type: ignore[misc]
         link.send(outgoing(stored, locked_until=until).encode())
         link.advance()
         queue.locks[tag] = Lock(stored, transfer, until)
+        self._look_again()
 
     def _settle(self, link: Link, transfer: Transfer) -> None:
         queue = self.queues.get(node_of(link))

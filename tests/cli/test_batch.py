@@ -90,7 +90,16 @@ async def test_show_watch_and_explain_say_when_a_batch_will_be_done(
     assert "commands a second" in shown and "in about " in shown
     for verb in ("show", "explain"):
         found = json.loads(busload("batch", verb, batch_id, "--json").stdout)["forecast"]
-        assert [*found] == ["made_at", "rate", "done_at", "earliest", "latest", "unknown", "changes"]
+        assert [*found] == [
+            "made_at",
+            "rate",
+            "done_at",
+            "earliest",
+            "latest",
+            "unknown",
+            "changes",
+            "in_troubleshooting",
+        ]
         assert found["rate"] > 0 and found["unknown"] is None
         assert found["made_at"] <= found["earliest"] <= found["done_at"] <= found["latest"]
     said = busload("batch", "explain", batch_id).stdout.splitlines()
@@ -178,6 +187,22 @@ def test_show_tells_of_canary_and_budget_and_resume_raises_the_budget(
     found = sync_bus.get_batch("payments", batch_id)
     assert found is not None and found.failure_budget == 8
     assert busload("batch", "resume", str(batch_id), "--budget", "7").exit_code == 2
+
+
+def test_resume_says_how_to_end_a_canary_and_does_so_if_it_is_asked_to(
+    busload: Busload, sync_bus: SyncCommandBus
+) -> None:
+    batch_id = str(sync_bus.create_batch("payments", [BatchCommand("Debit") for _ in range(10)], canary=Canary(2)))
+    said = "It was not held. Its canary runs: with --end-canary, what waits for it starts now.\n"
+    assert busload("batch", "resume", batch_id).stdout == said
+    assert f"`busload batch resume {batch_id} --end-canary`" in busload("batch", "explain", batch_id).stdout
+    would = busload("batch", "resume", batch_id, "--end-canary", "--dry-run").stdout
+    assert "let 10 commands go on" in would
+    found = sync_bus.get_batch("payments", UUID(batch_id))
+    assert found is not None and found.canary_ended_at is None
+    assert busload("batch", "resume", batch_id, "--end-canary").stdout == "Resumed.\n"
+    assert len(sync_bus.list_batch_commands("payments", UUID(batch_id), status="PENDING")) == 10
+    assert busload("batch", "resume", batch_id, "--end-canary").stdout == "It was not held.\n"
 
 
 def test_set_budget_says_how_many_may_fail_and_whether_that_holds_the_batch(

@@ -227,6 +227,20 @@ def test_a_reader_that_goes_away_is_no_error_of_ours(spawn: Spawn, sync_bus: Syn
     assert (process.returncode, said) == (1, b"")
 
 
+def test_no_command_waits_for_a_search_for_garbage_among_what_it_imports() -> None:
+    """A command is a process of its own, which imports some hundred modules before it does anything."""
+    program = (
+        "import gc, sys\n"
+        "from busload.cli import main\n"
+        "searches = []\n"
+        "gc.callbacks.append(lambda phase, info: searches.append((phase, info['generation'])))\n"
+        "main(['health', '--help'], standalone_mode=False)\n"
+        "print(searches.count(('start', 2)), gc.isenabled(), 'busload.sync.bus' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 True True"
+
+
 def test_an_interrupted_command_ends_with_130_and_says_nothing(
     spawn: Spawn, sync_bus: SyncCommandBus, database: Database, until: Until
 ) -> None:

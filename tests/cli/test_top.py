@@ -88,6 +88,24 @@ async def test_a_cause_is_retried_only_after_a_yes(given: Given, story: None, ds
     ]
 
 
+async def test_a_retry_asks_again_if_more_have_failed_since_the_question(
+    given: Given, story: None, dsn: str, database: Database
+) -> None:
+    with watched() as terminal:
+        terminal.run("top", BUSLOAD_DATABASE_URL=dsn)
+        terminal.shows("January")
+        terminal.press("r")
+        terminal.shows("Retry 3 commands in payments", "y/n")
+        await given.batch(2, "Pay", name="late")
+        await given.drained()
+        batches = database.count("batch")
+        terminal.press("y")
+        terminal.shows("More wait now. Retry 5 commands in payments")
+        assert database.count("batch") == batches
+        terminal.press("y")
+        terminal.shows("retries 5 commands in payments.")
+
+
 async def test_a_person_asks_why_changes_the_size_and_gets_the_terminal_back(story: None, dsn: str) -> None:
     with watched() as terminal:
         before = terminal.settings()

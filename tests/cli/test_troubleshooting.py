@@ -181,6 +181,18 @@ async def test_a_patch_comes_as_an_argument_or_in_a_file(busload: Busload, given
     assert (await given.command_now(command_id)).data == {"n": 0, "currency": "EUR"}
 
 
+async def test_the_audit_tells_patch_and_retry_from_a_plain_retry(busload: Busload, given: Given) -> None:
+    _, [first, _] = await given.in_troubleshooting(2)
+    busload("troubleshooting", "retry", first)
+    patch = '[{"op": "add", "path": "/currency", "value": "EUR"}]'
+    busload("troubleshooting", "retry", "--group", await cause_of(given), "--patch", patch)
+    await given.drained()
+    rows = busload("audit", "ls", "--action", "OPERATOR_RETRIED").stdout.splitlines()[1:]
+    assert ["OPERATOR_RETRIED (patched)" in row for row in rows] == [True, False]
+    found = json.loads(busload("audit", "ls", "--action", "OPERATOR_RETRIED", "--json").stdout)
+    assert [row["patched"] for row in found] == [True, False]
+
+
 async def test_wait_follows_the_batch_until_it_completes(busload: Busload, given: Given) -> None:
     await given.in_troubleshooting(3)
     cause = await cause_of(given)

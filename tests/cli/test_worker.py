@@ -29,6 +29,7 @@ from tests.servers import free_ports
 
 APPLICATION = """
 import asyncio
+import gc
 import threading
 from pathlib import Path
 
@@ -56,6 +57,10 @@ def block(command, ctx):
 @bus.handler("payments", "Stick", timeout=0.01)
 def stick(command, ctx):
     threading.Event().wait()
+
+@bus.handler("payments", "CountFrozen")
+async def count_frozen(command, ctx):
+    return {"frozen": gc.get_freeze_count(), "others": len(gc.get_objects())}
 
 @bus.handler("crm", "Push")
 async def push(command, ctx):
@@ -103,6 +108,13 @@ def test_sigterm_lets_commands_finish_and_leaves_nothing_leased(
     database.check_invariants()
 
 
+def test_the_garbage_collector_leaves_out_what_was_imported(spawn: Spawn, sync_bus: SyncCommandBus) -> None:
+    spawn("worker", "app:bus")
+    command_id = sync_bus.send(DOMAIN, "CountFrozen").command_id
+    found = sync_bus.wait_command(DOMAIN, command_id, timeout=WITHIN)
+    assert found["frozen"] > 10 * found["others"]
+
+
 def test_what_outlives_the_grace_time_is_handed_back(
     spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database
 ) -> None:
@@ -142,6 +154,34 @@ def test_a_second_signal_does_not_wait(
     assert process.wait(timeout=WITHIN) == 0
     assert database.count("lease") == 0
     database.check_invariants()
+
+
+INTERRUPTED = """
+import os
+import signal
+import sys
+
+def interrupt(frame, event, argument):
+    step = frame.f_code.co_name if event == "call" else getattr(argument, "__name__", None)
+    while step in ("notify_all", "put") and frame is not None:
+        if frame.f_code.co_name == "hear":
+            sys.setprofile(None)
+            os.kill(os.getpid(), signal.SIGINT)
+        frame = frame.f_back
+
+sys.setprofile(interrupt)
+"""
+
+
+def test_a_second_signal_may_come_while_the_first_is_heard(
+    spawn: Spawn, until: Until, sync_bus: SyncCommandBus, database: Database, tmp_path: Path
+) -> None:
+    (tmp_path / "app.py").write_text(APPLICATION + INTERRUPTED)
+    sync_bus.create_batch(DOMAIN, [BatchCommand("Wait") for _ in range(5)])
+    process = spawn("worker", "app:bus", "--grace", 600)
+    until(lambda: database.count("lease"))
+    process.terminate()
+    assert process.wait(timeout=WITHIN) == 0
 
 
 def test_a_process_that_is_killed_is_replaced_and_its_commands_run(
@@ -264,6 +304,16 @@ def test_a_log_for_programs_is_one_json_object_per_line(
         ("nowhere:bus", "there is no module 'nowhere'"),
         ("app.inner:bus", "there is no module 'app.inner'"),
         ("app.py:bus", "Did you mean 'app:bus'?"),
+        (
+            "./app:bus",
+            "found the path './app', wanted a module as Python imports it, e.g. app:bus. Did you mean 'app:bus'?",
+        ),
+        ("./app.py:bus", "Did you mean 'app:bus'?"),
+        ("shop/app.py:bus", "found the path 'shop/app.py', wanted a module"),
+        (".\\shop\\app:bus", "Did you mean 'shop.app:bus'?"),
+        (".app:bus", "Did you mean 'app:bus'?"),
+        ("../elsewhere/app:bus", "e.g. app:bus; start busload in the folder that has the module"),
+        ("/app:bus", "start busload in the folder that has the module"),
         ("app:missing", "'app' has no 'missing'"),
         ("app:number", "'app:number' is an int, wanted a CommandBus or SyncCommandBus"),
         ("app:empty", "'app:empty' has no handlers; register some with @bus.handler"),

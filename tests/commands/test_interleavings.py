@@ -60,7 +60,7 @@ class Scene:
 
 
 def new_commands(count: int) -> list[NewCommand]:
-    return [NewCommand(id, "Debit", "{}", None, None, None, 0, None, None) for id in new_ids(count)]
+    return [NewCommand(id.int, "Debit", "{}", None, None, None, 0, None, None) for id in new_ids(count)]
 
 
 def set_the_scene(database: Database) -> Scene:

@@ -34,7 +34,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
 def new(count: int, **options: Any) -> list[NewCommand]:
     empty = dict.fromkeys(("reply_to", "correlation_id", "task_key", "run_at", "max_attempts"))
     return [
-        NewCommand(**{"command_id": id, "command_type": "Debit", "data": "{}", "priority": 0, **empty, **options})
+        NewCommand(**{"id_as_int": id.int, "command_type": "Debit", "data": "{}", "priority": 0, **empty, **options})
         for id in new_ids(count)
     ]
 

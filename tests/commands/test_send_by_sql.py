@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from importlib.metadata import entry_points
 from typing import Any
 from uuid import UUID
 
 import psycopg
 import pytest
 from psycopg import sql
-from psycopg.types.json import Jsonb
+from psycopg.types.json import Json, Jsonb
 
 from busload import BatchCommand, CommandBus, Dedup, SyncCommandBus
 from busload.errors import (
@@ -103,16 +106,16 @@ async def test_a_worker_runs_what_was_sent_and_hears_of_it_at_once(
         listener.execute("LISTEN busload_ready; LISTEN busload_outbox")
         sent = call(mine, DOMAIN, "Debit", data={"n": 1}, headers={"tenant": "acme"})
         late = call(mine, DOMAIN, "Debit", delay=timedelta(hours=1))
-        call(mine, "broker", "Debit", transport="amqp")
+        call(mine, "broker", "Debit", transport="rabbitmq")
         mine.commit()
         told = {(note.channel, note.payload) for note in listener.notifies(timeout=5, stop_after=2)}
-    assert told == {("busload_ready", DOMAIN), ("busload_outbox", "amqp")}
+    assert told == {("busload_ready", DOMAIN), ("busload_outbox", "rabbitmq")}
     assert await given.drained() == 1
     assert [(command.command_id, command.data, command.headers) for command in seen] == [
         (sent, {"n": 1}, {"tenant": "acme"})
     ]
     assert (await given.command_now(late)).status == "SCHEDULED"
-    assert database.rows("SELECT domain, transport FROM busload.outbox") == [("broker", "amqp")]
+    assert database.rows("SELECT domain, transport FROM busload.outbox") == [("broker", "rabbitmq")]
     database.check_invariants()
 
 
@@ -156,6 +159,17 @@ def test_what_the_bus_refuses_the_function_refuses_for_the_same_reason(
     assert database.count("command") == 0
 
 
+@pytest.mark.parametrize("long_ago", ["-infinity", "0044-03-15 BC", "0001-01-01"])
+def test_a_time_that_no_python_can_read_means_now(
+    sync_bus: SyncCommandBus, mine: psycopg.Connection[Any], long_ago: str
+) -> None:
+    """As the year 1 does for the bus; lists that hold the command can be read"""
+    command_id = call(mine, DOMAIN, "Debit", run_at=long_ago)
+    mine.commit()
+    [listed] = sync_bus.list_commands(DOMAIN).commands
+    assert (listed.command_id, listed.status, listed.run_at) == (command_id, "PENDING", None)
+
+
 NESTED: Callable[[int], Any] = lambda depth: [] if depth == 1 else [NESTED(depth - 1)]  # noqa: E731
 
 
@@ -168,6 +182,61 @@ def test_data_may_be_nested_as_deeply_as_by_the_bus_and_no_deeper(
         sync_bus.send(DOMAIN, "Debit", NESTED(65))
     with pytest.raises(psycopg.errors.InvalidParameterValue, match="at /data: found more than 64 nested containers"):
         call(mine, DOMAIN, "Debit", data=NESTED(65))
+
+
+LONGEST = 10**4300 - 1
+TEXT = "1" * 9000
+
+
+@pytest.mark.parametrize(
+    "around", [lambda n: n, lambda n: ["x" * 3000, {"a": [n]}], lambda n: {"ä" * 2000: n, "b": TEXT}]
+)
+def test_a_number_may_have_as_many_digits_as_by_the_bus_and_no_more(
+    sync_bus: SyncCommandBus, mine: psycopg.Connection[Any], around: Callable[[Any], Any]
+) -> None:
+    """Also a negative one, and one that is not whole; a text may have more digits"""
+    mine.autocommit = True
+    for number in (LONGEST, -LONGEST):
+        sent = call(mine, DOMAIN, "Debit", data=Json(around(number)))
+        found = sync_bus.get_command(DOMAIN, sent)
+        assert found is not None and found.data == around(number)
+    for number in (LONGEST + 1, -LONGEST - 1):
+        too_long = pytest.raises(psycopg.errors.InvalidParameterValue, match=r"NUMBER_TOO_LONG at /data: .*4300 digits")
+        with unlimited_digits(), too_long:
+            call(mine, DOMAIN, "Debit", data=Json(around(number)))
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="NUMBER_TOO_LONG"):
+        mine.execute("SELECT busload.send('payments', 'Debit', '[1.5e4300, 0.5]')")
+    assert call(mine, DOMAIN, "Debit", data=Json(around(TEXT)))
+
+
+@contextmanager
+def unlimited_digits() -> Iterator[None]:
+    most = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(most)
+
+
+def test_the_function_knows_the_transports_of_busload_and_those_that_the_database_names(
+    mine: psycopg.Connection[Any], database: Database
+) -> None:
+    names = {point.load().name for point in entry_points(group="busload.transports")}
+    for name in names:
+        call(mine, DOMAIN, "Debit", transport=name)
+    for unknown in ("amqp", "pigeon", "RabbitMQ", "rabbitmq,nats"):
+        with pytest.raises(psycopg.errors.InvalidParameterValue) as refused, mine.transaction():
+            call(mine, DOMAIN, "Debit", transport=unknown)
+        assert f"at /transport: found '{unknown}', wanted the name of a transport: nats, " in str(refused.value)
+    mine.execute("SET busload.transports = 'pigeon,swallow'")
+    for name in ("pigeon", "swallow", "nats"):
+        call(mine, DOMAIN, "Debit", transport=name)
+    mine.execute("RESET busload.transports")
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="found '', wanted"), mine.transaction():
+        call(mine, DOMAIN, "Debit", transport="")
+    mine.commit()
+    assert database.count("outbox") == len(names) + 3
 
 
 @pytest.mark.parametrize(

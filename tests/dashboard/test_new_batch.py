@@ -79,6 +79,7 @@ async def test_only_what_was_previewed_is_created(site: httpx.AsyncClient, datab
     [
         ({"data": '[{"n": 1}, 2, null]'}, ["3 commands of type Debit"]),
         ({"data": '\n{"n": 1}\n\n"text"\n'}, ["2 commands of type Debit"]),
+        ({"data": '"a\u2028b"\r\n"c\x85d"\r"e\u2029"'}, ["3 commands of type Debit"]),
         ({"format": "csv", "data": 'n,who\n1,"a\nb"\n2,c\n'}, ["2 commands of type Debit"]),
         (
             {"type": "", "data": '{"type": "A", "task_key": "k"}\n{"type": "B", "data": 1}\n{"type": "B"}'},

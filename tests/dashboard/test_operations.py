@@ -295,6 +295,18 @@ async def test_a_limit_is_reset(site: httpx.AsyncClient, database: Database, bus
     assert "No rate limit was used" in (await seen(site, "/limits?name=other")).words
 
 
+async def test_a_limit_of_one_value_is_reset_alone_whatever_the_value_is(
+    site: httpx.AsyncClient, database: Database, bus: CommandBus
+) -> None:
+    for subject in ("", " ", " a ", "a"):
+        database.rows(RATE_LIMIT, "crm", subject)
+    assert "busload limit reset crm --by &#39;&#39;" in (await site.get("/limits")).text
+    for subject in ("", " ", " a "):
+        words = (await acted(site, "/limits/reset", name="crm", by=subject)).words
+        assert "Calls under crm may go again." in words
+    assert [one.subject for one in await bus.limits.list() if one.blocked_until] == ["a"]
+
+
 # -- dispatch ----------------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +339,14 @@ async def test_a_reroute_is_bound_to_the_count_that_was_seen(
     [done] = (await bus.audit.list(action="REROUTED")).actions
     assert done.commands == 5
     assert "count is 'all'" in (await acted(site, "/dispatch/reroute", 400, domain=DOMAIN, count="all")).words
+
+
+async def test_what_has_not_failed_is_not_called_failed(site: httpx.AsyncClient, given: Given, bus: CommandBus) -> None:
+    """One column has all that came to no good end: the page of the batch parts them."""
+    await given.in_troubleshooting(2)
+    await bus.cancel_batch(DOMAIN, await given.batch(3), reason="wrong list")
+    words = (await seen(site, "/dispatch")).words
+    assert "Completed Failed, canceled or parked no job payments 0 0 0 0 5" in words
 
 
 async def test_only_a_bus_with_a_broker_can_compare(site: httpx.AsyncClient, story: Story) -> None:
@@ -482,6 +502,20 @@ async def test_the_audit_is_filtered_and_paged(site: httpx.AsyncClient, bus: Com
         page = await seen(site, f"/audit?{query}")
         assert len([1 for _, attrs in page.tags if "data-row" in attrs]) == count, query
     assert "busload audit ls --operator eve" in (await seen(site, "/audit?operator=eve")).text
+
+
+async def test_the_audit_tells_patch_and_retry_from_a_plain_retry(
+    site: httpx.AsyncClient, bus: CommandBus, given: Given
+) -> None:
+    _, ids = await given.in_troubleshooting(3)
+    await bus.troubleshooting.retry(DOMAIN, ids[0], operator="ada")
+    [cause] = await bus.troubleshooting.groups(DOMAIN)
+    patch = [{"op": "add", "path": "/currency", "value": "EUR"}]
+    await bus.troubleshooting.retry_group(DOMAIN, cause.fingerprint, patch=patch, operator="ada")
+    await given.drained()
+    page = await seen(site, "/audit")
+    assert "ada Operator retried with patched data payments 2 commands" in page.words
+    assert "ada Operator retried payments command" in page.words
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------

@@ -18,16 +18,20 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandError, RetryPolicy, Settings
-from busload.batches.guards import FailureBudget
+from busload.audit import actions
+from busload.batches.guards import Canary, FailureBudget
+from busload.commands import listing
 from busload.commands.command import Command
+from busload.commands.execution import TROUBLESHOOTING
 from busload.dashboard import Role, app
 from busload.dashboard.app import ROUTES, TIME_LIMIT
-from busload.dashboard.pages import commands, overview
+from busload.dashboard.pages import batch, commands, overview
 from busload.errors import InvalidCommandError, InvalidOperationError
 from busload.health.health import HealthCode
 from busload.jobs.job import BatchJob, Stage
 from tests.dashboard.hostile import HOSTILE
 from tests.dashboard.site import NOWHERE, SAME_ORIGIN, address, client, known_users, signed_in
+from tests.dashboard.story import unpublished
 from tests.given import DOMAIN, LOCKED_OUT, Database, Given, eventually, raising
 
 LATER = datetime(2099, 1, 1, tzinfo=UTC)
@@ -53,6 +57,11 @@ class Page(HTMLParser):
     @property
     def words(self) -> str:
         return " ".join(self._spaced.split())
+
+    @property
+    def times(self) -> list[str]:
+        """Those that a browser shows in the zone of the reader."""
+        return [attrs["datetime"] for tag, attrs in self.tags if tag == "time"]
 
     @property
     def links(self) -> list[str]:
@@ -164,6 +173,17 @@ async def test_a_batch_shows_its_callback_and_where_it_is(site: httpx.AsyncClien
     assert f"/commands/{DOMAIN}/{callback}" in page.links and "Report Completed" in page.words
 
 
+async def test_an_action_counts_only_what_it_can_reach(site: httpx.AsyncClient, given: Given, bus: CommandBus) -> None:
+    """What waits in troubleshooting has not ended, and is neither held, nor resumed, nor canceled with its batch."""
+    batch_id, _ = await given.in_troubleshooting(2)
+    words = (await seen(site, f"/batches/{batch_id}")).words
+    assert "Up to 0 commands will wait." in words
+    assert "Up to 0 commands that have not started will never run." in words
+    await bus.hold_batch(DOMAIN, batch_id, reason="the bank complains")
+    assert "0 commands may start again" in (await seen(site, f"/batches/{batch_id}")).words
+    assert "Canceled 0 commands." in (await acted(site, f"/batches/{batch_id}/cancel", reason="wrong list")).words
+
+
 async def test_a_held_batch_is_resumed_with_another_budget(
     site: httpx.AsyncClient, given: Given, bus: CommandBus
 ) -> None:
@@ -175,6 +195,19 @@ async def test_a_held_batch_is_resumed_with_another_budget(
     page = await acted(site, f"/batches/{batch_id}/resume", budget="50", at_least="")
     assert "It has the new failure budget." in page.words and "0 of 5 used" in page.words
     assert (await given.batch_now(batch_id)).failure_budget == 5
+
+
+async def test_what_waits_for_a_canary_is_let_go_while_the_canary_runs(site: httpx.AsyncClient, given: Given) -> None:
+    batch_id = await given.batch(10, canary=Canary(2))
+    for _ in range(2):  # a hold by a person does not end a canary, and nor does its end
+        assert "End canary" in (await seen(site, f"/batches/{batch_id}")).words
+        await acted(site, f"/batches/{batch_id}/hold", reason="look")
+        assert "End canary" not in (await seen(site, f"/batches/{batch_id}")).words
+        await acted(site, f"/batches/{batch_id}/resume")
+    assert len(given.claimed(10)) == 2
+    page = await acted(site, f"/batches/{batch_id}/resume", end_canary="yes")
+    assert "Resumed." in page.words and "End canary" not in page.words
+    assert len(given.claimed(10)) == 8
 
 
 async def test_the_failure_budget_of_a_batch_is_changed_while_it_runs(
@@ -205,6 +238,33 @@ async def test_a_batch_shows_its_counters_its_story_and_its_commands(
     assert {f"/commands/{DOMAIN}/{command_id}" for command_id in ids} <= set(page.links)
     none = await seen(site, f"/batches/{batch_id}?status=COMPLETED")
     assert "No command of this batch has this status." in none.words
+
+
+async def test_the_forecast_of_a_batch_says_that_it_leaves_out_what_waits_for_a_person(
+    site: httpx.AsyncClient, given: Given
+) -> None:
+    batch_id = await given.batch(100)
+    worker = given.registered_worker()
+    given.settled(given.claimed(30, by=worker))
+    given.settled(given.claimed(3, by=worker), TROUBLESHOOTING, details='{"type": "E"}', reason="PERMANENT")
+    page = await seen(site, f"/batches/{batch_id}")
+    assert "not counting 3 commands in troubleshooting" in page.words
+
+
+async def test_the_story_of_a_batch_has_blanks_between_its_words_and_times_of_the_readers_zone(
+    site: httpx.AsyncClient, given: Given, bus: CommandBus, database: Database
+) -> None:
+    batch_id = await given.batch()
+    await bus.hold_batch(DOMAIN, batch_id, reason="the bank complains", operator="root")
+    database.rows("UPDATE busload.batch SET held_at = held_at - interval '1 hour'")
+    held_at = (await given.batch_now(batch_id)).held_at
+    await bus.resume_batch(DOMAIN, batch_id, operator="root")
+    page = await seen(site, f"/batches/{batch_id}")
+    text = " ".join(page.text.split())
+    assert held_at is not None
+    assert "by root held reason: OPERATOR, reason: the bank complains" in text
+    assert f"by root held reason: OPERATOR, held at: {held_at:%Y-%m-%d %H:%M:%S} UTC" in text
+    assert held_at.isoformat(timespec="milliseconds") in page.times
 
 
 async def test_a_command_shows_its_data_its_attempts_and_its_error(site: httpx.AsyncClient, given: Given) -> None:
@@ -310,6 +370,45 @@ async def test_a_task_shows_every_attempt_at_it(site: httpx.AsyncClient, given: 
     assert [link for link in page.links if link.startswith(f"/commands/{DOMAIN}/")] == [
         f"/commands/{DOMAIN}/{command_id}" for command_id in ids
     ]
+
+
+async def test_no_page_leads_to_one_on_which_there_is_nothing(
+    site: httpx.AsyncClient, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "LIMIT", 2)
+    monkeypatch.setattr(batch, "COMMANDS", 2)
+    batch_id = await given.batch(4)
+    for path in ("/commands", "/commands?status=PENDING", f"/commands?batch={batch_id}", f"/batches/{batch_id}"):
+        [second] = [link for link in (await seen(site, path)).links if "after=" in link]
+        last = await seen(site, second)
+        assert len([link for link in last.links if link.startswith(f"/commands/{DOMAIN}/")]) == 2, path
+        assert [link for link in last.links if "after=" in link] == [], path
+
+
+async def test_a_search_that_has_looked_at_everything_says_so(
+    site: httpx.AsyncClient, given: Given, bus: CommandBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page looks at only so many rows, so nobody knows before whether anything fits on the next one."""
+    monkeypatch.setattr(listing, "MOST_TEXTS", 1)
+    monkeypatch.setattr(actions, "LOOKED_AT", 1)
+    await given.in_troubleshooting()
+    await bus.domains.pause(DOMAIN, reason="closed", operator="eve")
+    for path, said in (
+        ("/commands?error=unheard", "No further command fits."),
+        ("/audit?operator=ada", "No operator did anything else like that."),
+    ):
+        [second] = [link for link in (await seen(site, path)).links if "after=" in link]
+        assert said in (await seen(site, second)).words
+
+
+@pytest.mark.parametrize("key", [" invoice 7 ", "\t", "k" * 512])
+async def test_a_command_leads_to_its_task_whatever_the_key_is(site: httpx.AsyncClient, given: Given, key: str) -> None:
+    command = f"/commands/{DOMAIN}/{await given.sent(task_key=key)}"
+    [trace] = [link for link in (await seen(site, command)).links if link.startswith("/trace")]
+    page = await seen(site, trace)
+    assert command in page.links
+    [search] = [link for link in page.links if link.startswith("/commands?")]
+    assert command in (await seen(site, search)).links
 
 
 async def test_pages_need_few_statements(site: httpx.AsyncClient, given: Given, sent: list[Any]) -> None:
@@ -531,6 +630,20 @@ async def test_payloads_are_hidden_from_readers_on_request(
     assert found == (set() if hidden else {"data", "result", "message", "details", "custom"})
     assert searched.status_code == (403 if hidden else 200)
     assert "CODE" in texts
+
+
+@pytest.mark.parametrize(("role", "hidden"), [(Role.READER, True), (Role.OPERATOR, False)])
+async def test_what_a_broker_said_is_hidden_as_other_error_texts_are(
+    bus: CommandBus, given: Given, database: Database, role: Role, hidden: bool
+) -> None:
+    command_id = await given.sent()
+    unpublished(database, error="canary-broker")
+    paths = ("/", "/dispatch", f"/commands/{DOMAIN}/{command_id}", "/commands.csv", "/commands.json")
+    async with client(app(bus, authenticate=known_users(), hide_payloads=True), **signed_in(role)) as site:
+        texts = {path: await _answered(site, path) for path in paths}
+    assert {path for path, text in texts.items() if "canary" in text} == (set() if hidden else set(paths))
+    for path in ("/dispatch", f"/commands/{DOMAIN}/{command_id}"):
+        assert ("hidden" in Page(texts[path]).words) == hidden
 
 
 async def test_a_reader_sees_type_and_code_of_an_error_and_that_the_rest_is_hidden(

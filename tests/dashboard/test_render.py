@@ -12,6 +12,7 @@ import pytest
 from markupsafe import Markup
 
 import busload.dashboard
+from busload.dashboard.pages.overview import GAP
 from busload.dashboard.render import MASKED, masked, prose
 from busload.health.overview import Overview, Rates
 
@@ -113,3 +114,13 @@ def test_rates_begin_again_where_the_server_counts_anew() -> None:
     rates.of(overview(0, 1000, 1000))
     assert rates.of(overview(5, 0, 0)) is None
     assert rates.of(overview(7, 20, 10)) == (10, 5)
+
+
+def test_rates_begin_again_where_nobody_has_looked_for_long() -> None:
+    """Who opens a page in the morning sees how fast it is now, and not the average of the night."""
+    rates = Rates(GAP)
+    rates.of(overview(0, 0, 0))
+    rates.of(overview(1, 100, 100))
+    assert rates.of(overview(46, 1000, 100)) == (20, 0)
+    assert rates.of(overview(3646, 37_000, 100)) is None
+    assert rates.of(overview(3648, 37_010, 104)) == (5, 2)

@@ -346,7 +346,7 @@ async def test_a_decision_without_a_preview_does_nothing(
     for name, values in {
         "count": ("", "x", "-1"),
         "until": ("", "yesterday", "2030-01-01"),
-        "last": ("x", str(10**30)),
+        "last": ("x", str(10**30), str(2**63)),
         "digest": ("x", str(2**70)),
         "after": ("x", str(10**30)),
     }.items():

@@ -88,6 +88,10 @@ class Patient:
     def busload(self, *words: str) -> Result:
         return CliRunner().invoke(main, list(words), env={"BUSLOAD_DATABASE_URL": self.dsn})
 
+    def elsewhere(self, *words: str) -> Result:
+        """`busload` where no variable names this database."""
+        return CliRunner().invoke(main, list(words), env={"BUSLOAD_DATABASE_URL": "postgresql://127.0.0.1:1/elsewhere"})
+
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[None]:
         """`busload worker`, in this process."""

@@ -45,7 +45,7 @@ def batch_id_of(name: str) -> UUID:
 
 def new_command(world: World, **options: Any) -> NewCommand:
     number = world.facts["commands"] = world.facts.get("commands", 0) + 1
-    return NewCommand(numbered(number), "Debit", "{}", **options)
+    return NewCommand(numbered(number).int, "Debit", "{}", **options)
 
 
 def outcome_of(error: Exception) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
+import psycopg
 import pytest
 
 from busload.testing import TestServer
 from tests.explorer.casts import CASTS
 from tests.explorer.exhaustive import SCOPES, explore_all
-from tests.explorer.schedule import explore, replay, shrink, told
+from tests.explorer.schedule import begin, explore, replay, shrink, told
 from tests.explorer.worlds import world_of
 
 SCHEDULES = {"workers": 120, "operators": 80, "strangers": 80, "relays": 80, "senders": 80}
@@ -65,3 +68,28 @@ def test_a_schedule_is_the_same_each_time_it_is_replayed(server: TestServer) -> 
             first = explore(world, seed, LENGTH)
             assert first.violation is None
             assert replay(world, first.actions).story == first.story
+
+
+def test_nobody_waits_for_a_lock_from_outside_of_the_schedule(server: TestServer) -> None:
+    """Such as that of a vacuum: else a schedule would go another way each time one comes."""
+    with world_of(server, CASTS["operators"]) as world, psycopg.connect(world.dsn) as vacuum:
+        worker = world.actors["worker 1"]
+        begin(world, worker, "register!")
+        vacuum.execute("LOCK TABLE busload.queue IN ACCESS EXCLUSIVE MODE")
+
+        def let_go_when_somebody_has_looked() -> None:
+            waits = "SELECT FROM unnest(pg_blocking_pids(%s)) AS by WHERE by = %s"
+            looked = "SELECT FROM pg_stat_activity WHERE pid = %s AND query LIKE '%%pg_blocking_pids%%'"
+            with psycopg.connect(world.dsn, autocommit=True) as conn:
+                while not (
+                    conn.execute(waits, [worker.session.pid, vacuum.info.backend_pid]).fetchall()
+                    and conn.execute(looked, [world.watch.info.backend_pid]).fetchall()
+                ):
+                    pass
+            vacuum.rollback()
+
+        letting_go = threading.Thread(target=let_go_when_somebody_has_looked)
+        letting_go.start()
+        begin(world, worker, "claim 1")
+        letting_go.join()
+        assert not worker.waits

@@ -90,6 +90,9 @@ class World:
         self.watch = psycopg.connect(dsn, autocommit=True, options=OPTIONS, prepare_threshold=0)
         self.watch.prepared_max = 1000
         self.watch.execute("SET lock_timeout = '10s'")  # nobody waits for who looks on
+        # To go over to this role and back would have a session forget its plans, and all invariants are a large one.
+        self._cleaner = psycopg.connect(dsn, autocommit=True, options=f"{OPTIONS} -c session_replication_role=replica")
+        self._cleaner.execute("SET lock_timeout = '10s'")
         self.actors = {name: Actor(name, Session(dsn)) for name in names}
         self._reset = self._make_reset()
         self._used = 0
@@ -99,6 +102,7 @@ class World:
     def close(self) -> None:
         for actor in self.actors.values():
             actor.session.close()
+        self._cleaner.close()
         self.watch.close()
 
     def _make_reset(self) -> bytes:
@@ -108,18 +112,17 @@ class World:
         deletes = [f"DELETE FROM busload.{name}" for (name,) in tables if name not in kept]
         restarts = [f"SELECT setval('busload.{name}', 1, false)" for (name,) in sequences]
         self._vacuum = "; ".join(f"VACUUM busload.{name}" for (name,) in tables)
-        replica = "SET session_replication_role = 'replica'"
-        return "; ".join(["BEGIN", replica, *deletes, *restarts, "RESET session_replication_role", "COMMIT"]).encode()
+        return "; ".join(["BEGIN", *deletes, *restarts, "COMMIT"]).encode()
 
     def clear(self) -> None:
         """As if nothing had ever happened."""
         for actor in self.actors.values():
             self._forget(actor)
-        self.watch.execute(self._reset, prepare=False)
+        self._cleaner.execute(self._reset, prepare=False)
         self._used += 1
         if self._used % 100 == 0:  # dead rows make everything slower
             for statement in self._vacuum.split("; "):
-                self.watch.execute(statement, prepare=False)
+                self._cleaner.execute(statement, prepare=False)
         self.story = []
         self.accepted: dict[UUID, bool] = {}
         """The commands that were sent: whether their sender knows that they were accepted."""
@@ -254,13 +257,13 @@ class World:
         return False
 
     def _is_blocked(self, actor: Actor) -> bool:
-        """Whether it waits for others; those who wait for each other are parted by PostgreSQL soon."""
+        """Whether it waits for other actors; those who wait for each other are parted by PostgreSQL soon.
+
+        Somebody else lets go soon by himself: a vacuum locks a table for a moment, to cut off what is empty at its end.
+        """
         pids = [one.session.pid for one in self.actors.values()]
-        waits = {
-            pid: set(by)
-            for pid, by in self.rows("SELECT pid, pg_blocking_pids(pid) FROM unnest(%s::int[]) AS pid", pids)
-            if by
-        }
+        blocking = self.rows("SELECT pid, pg_blocking_pids(pid) FROM unnest(%s::int[]) AS pid", pids)
+        waits = {pid: actors for pid, by in blocking if (actors := set(by).intersection(pids))}
         if actor.session.pid not in waits:
             return False
         seen: set[int] = set()

@@ -196,6 +196,23 @@ async def test_data_that_does_not_fit_waits_for_a_person_when_it_runs(
     assert seen == []
 
 
+def endless() -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    data["lines"] = [data]
+    return data
+
+
+@pytest.mark.parametrize("kind", ORDERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "bad", ["\ud800", {"due": "\ud800"}, {"\ud800": 1}, endless()], ids=["text", "date", "key", "endless"]
+)
+async def test_what_is_not_even_json_is_refused_as_data_that_does_not_fit(bus: CommandBus, kind: Any, bad: Any) -> None:
+    bus.handler("payments", "Order")(taking(kind, []))
+    with pytest.raises(InvalidCommandError, match="INVALID_DATA at /data") as refused:
+        await bus.send("payments", "Order", {**data_of(kind), **bad} if isinstance(bad, dict) else bad)
+    assert [one.code for one in refused.value.problems] == ["INVALID_DATA"]
+
+
 async def test_every_misfit_that_pydantic_finds_is_named(bus: CommandBus) -> None:
     bus.handler("payments", "Order")(taking(PydanticOrder, []))
     with pytest.raises(InvalidCommandError) as refused:

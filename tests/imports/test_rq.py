@@ -137,6 +137,22 @@ def test_what_would_be_lost_stays(
     assert_sent(sync_bus, "shop", "shop.first", times=1)
 
 
+@pytest.mark.parametrize(("due", "ttl"), [(1e18, b""), (float("inf"), b""), (4e9, b"long")])
+def test_a_job_whose_time_is_none_stays_and_others_are_imported(
+    sync_bus: SyncCommandBus, queue: Queue, client: redis.Redis, redis_url: str, due: float, ttl: bytes
+) -> None:
+    job = queue.enqueue_at(TOMORROW, "shop.when")
+    client.zadd(f"rq:scheduled:{queue.name}", {job.id: due})
+    client.hset(f"rq:job:{job.id}", "ttl", ttl)
+    queue.enqueue_at(TOMORROW, "shop.fine")
+
+    report = imported(sync_bus, redis_url, queue)
+
+    assert (report.found, report.imported) == (2, 1)
+    assert "The time for which it is scheduled, or its ttl, cannot be read" in report.skipped[0].reason
+    assert_sent(sync_bus, queue.name, "shop.fine", times=1)
+
+
 def test_an_import_that_died_is_resumed_and_a_taken_job_keeps_its_data(
     sync_bus: SyncCommandBus, queue: Queue, client: redis.Redis, redis_url: str
 ) -> None:

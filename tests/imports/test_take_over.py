@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -135,6 +136,45 @@ def test_tasks_of_celery_are_imported_and_others_stay(sync_bus: SyncCommandBus, 
 
         linked = take_over(sync_bus, Celery(redis_url, [queue], with_links=True))
         assert (linked.imported, client.llen(queue)) == (1, 2)
+        source.close()
+    finally:
+        client.delete(queue)
+        client.close()
+
+
+def test_a_message_that_came_to_harm_stays_and_others_are_imported(sync_bus: SyncCommandBus, redis_url: str) -> None:
+    """A dry run says the same of each as the import, also of what could be read and cannot be a command"""
+    client = redis.Redis.from_url(redis_url)
+    queue = "kit-harmed"
+    app = CeleryApp("shop", broker=redis_url)
+    client.delete(queue)
+    app.send_task("shop.fine", queue=queue)
+    app.close()
+    sent: Any = client.lindex(queue, 0)
+    fine = json.loads(sent)
+    harmed: dict[str, tuple[Any, str]] = {
+        "shop.eta": ({"headers": {"eta": "tomorrow"}}, "Invalid isoformat string: 'tomorrow'"),
+        "shop.expires": ({"headers": {"expires": 5}}, "Its message cannot be read"),
+        "shop.priority": ({"properties": {"priority": "high"}}, "Its message cannot be read"),
+        "shop.body": ({"body": "%%%"}, "Its message cannot be read"),
+        "shop.short": ({"body": "W10="}, "Its message cannot be read"),
+        "shop.late": ({"headers": {"expires": "2020-01-01T00:00:00"}}, "/expires_at: found 2020-01-01"),
+        "no name": ({}, "INVALID_NAME at"),
+    }
+    for name, (change, _) in harmed.items():
+        ids = {"id": str(uuid4()), "task": name}
+        message = {**fine, **change, "headers": {**fine["headers"], **ids, **change.get("headers", {})}}
+        message["properties"] = {**fine["properties"], **change.get("properties", {})}
+        client.rpush(queue, json.dumps(message))
+    try:
+        source = Celery(redis_url, [queue])
+        for dry_run in (True, False):
+            report = take_over(sync_bus, source, dry_run=dry_run)
+            assert (report.found, report.imported) == (8, 1)
+            said = {one.name: one.reason for one in report.skipped}
+            assert [name for name, (_, reason) in harmed.items() if reason not in said[name]] == []
+        assert client.llen(queue) == 7
+        assert_sent(sync_bus, queue, "shop.fine", times=1)
         source.close()
     finally:
         client.delete(queue)

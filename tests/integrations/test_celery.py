@@ -404,6 +404,9 @@ def test_results_are_waited_for_canceled_and_found_again(app: Any, sync_bus: Syn
     again = bridge.result(result.id)
     assert (again.get(timeout=5), again.name, again.args) == (1, "shop.add", [1])
     assert (bridge.result(revoked.id).state, bridge.result(revoked.id, queue="mail").state) == ("REVOKED", "REVOKED")
+    with pytest.raises(InvalidOperationError, match="cannot be a domain"):
+        add.apply_async((1,), queue="slow lane")  # Celery has it among its queues from now on
+    assert bridge.result(result.id).get(timeout=5) == 1
     again.revoke()  # it has ended: nothing happens, as with Celery
     assert type(bridge.result(str(uuid4()))).__name__ == "AsyncResult"
     with pytest.raises(InvalidOperationError, match="cannot be terminated"):
@@ -556,6 +559,9 @@ def test_canvas_is_refused_before_anything_is_sent(sync_bus: SyncCommandBus) -> 
         "a chord": lambda: chord([add.s(1), add.s(2)], app=app)(add.s()),
         "link": lambda: add.apply_async((1,), link=add.s(2)),
         "link_error": lambda: add.apply_async((1,), link_error=add.s(2)),
+        "'shop.add' is sent with map": lambda: add.map([1]).delay(),
+        "starmap": lambda: add.starmap([(1, 2)]).delay(),
+        "starmap or chunks": lambda: add.chunks([(1, 2), (3, 4)], 1).delay(),
     }
     for what, call in canvas.items():
         with pytest.raises((InvalidOperationError, NotImplementedError), match=what):

@@ -138,6 +138,23 @@ async def test_thousands_of_commands_go_in_by_copy_or_not_at_all(bus: CommandBus
     assert data == "ä%s%%'\"\\{}\n"
 
 
+async def test_texts_are_copied_in_as_they_are_whatever_the_encoding_of_the_connection(
+    bus: CommandBus, given: Given, caller: Caller
+) -> None:
+    """Which the connection keeps"""
+    await caller.execute("SET client_encoding = 'LATIN1'")
+    commands = [BatchCommand("Debit", data="Zo\u00eb, 5 \u20ac", headers={"to": "Zo\u00eb"})] * 1500
+    batch_id = await bus.create_batch(DOMAIN, commands, conn=caller.conn)
+    await caller.execute(
+        "DO $$ BEGIN ASSERT (SELECT setting = 'LATIN1' FROM pg_settings WHERE name = 'client_encoding'); END $$"
+    )
+    await caller.commit()
+    [found] = given.database.rows(
+        "SELECT DISTINCT data #>> '{}', headers ->> 'to' FROM busload.command WHERE batch_id = %s", batch_id
+    )
+    assert found == ("Zo\u00eb, 5 \u20ac", "Zo\u00eb")
+
+
 async def test_the_sync_bus_joins_every_kind_that_blocks(
     sync_bus: SyncCommandBus, database: Database, blocking: Caller
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from litestar.testing import AsyncTestClient
 from psycopg.conninfo import conninfo_to_dict
 
+from busload import HandlerContext
 from busload.testing import TestServer
 from tests.given import until
 from tests.integrations.servers import ROOT
@@ -59,6 +60,24 @@ async def _ships(http: Any) -> None:
 async def test_the_application_of_the_page_about_fastapi_works(application: dict[str, Any]) -> None:
     async with client(application["app"]) as http:
         await _ships(http)
+
+
+@pytest.mark.parametrize("application", ["fastapi.md"], indirect=True)
+async def test_data_that_does_not_fit_is_answered_as_the_page_about_fastapi_shows(application: dict[str, Any]) -> None:
+    async def pay(cents: int, ctx: HandlerContext) -> None: ...
+
+    async def payment(cents: Any) -> None:
+        await application["bus"].send("shop", "Pay", cents)
+
+    application["bus"].handler("shop", "Pay")(pay)
+    application["app"].post("/payments/{cents}")(payment)
+    exec(next(block for block in shown("fastapi.md") if "exception_handler" in block), application)
+    async with client(application["app"]) as http:
+        answer = await http.post("/payments/ten")
+        assert (answer.status_code, answer.json()) == (
+            422,
+            {"detail": [{"path": "/data", "message": "does not fit int: Expected `int`, got `str`"}]},
+        )
 
 
 @pytest.mark.parametrize("application", ["fastapi.md sqlalchemy"], indirect=True)

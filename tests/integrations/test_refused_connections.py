@@ -13,13 +13,14 @@ import psycopg2
 import pytest
 from django.db import connections, transaction
 from django.db.backends.sqlite3.base import DatabaseWrapper as SqliteWrapper
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from sqlalchemy import NullPool, create_engine, text
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, declarative_base, scoped_session, sessionmaker
 
-from busload import CommandBus, SyncCommandBus
-from busload.errors import InvalidOperationError
+from busload import BatchCommand, CommandBus, SyncCommandBus
+from busload.errors import DatabaseReadOnlyError, InvalidOperationError, NothingWrittenError, SchemaOutdatedError
+from busload.postgres.schema import migrate
 from tests.given import DOMAIN, Database
 from tests.integrations.callers import (
     KINDS,
@@ -70,6 +71,19 @@ async def test_the_sync_bus_cannot_wait_for_an_async_connection(sync_bus: SyncCo
     async with KINDS[kind](dsn) as caller:
         with pytest.raises(InvalidOperationError, match="Give an async one to the async bus"):
             sync_bus.send(DOMAIN, "Debit", conn=caller.conn)
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+async def test_a_session_within_run_sync_is_refused_with_the_one_to_pass(
+    bus: CommandBus, sync_bus: SyncCommandBus, dsn: str, driver: str
+) -> None:
+    engine = create_async_engine(url_of(dsn, driver), poolclass=NullPool)
+    words = "belongs to an async engine.*Give its AsyncSession or AsyncConnection to the async bus"
+    async with AsyncSession(engine) as session:
+        with pytest.raises(InvalidOperationError, match=words):
+            await session.run_sync(lambda inner: sync_bus.send(DOMAIN, "Debit", conn=inner))
+        with pytest.raises(InvalidOperationError, match=words):
+            await bus.send(DOMAIN, "Debit", conn=session.sync_session)
 
 
 async def test_a_failed_transaction_is_refused_and_can_be_rolled_back(bus: CommandBus, caller: Caller) -> None:
@@ -242,3 +256,86 @@ async def test_scoped_sessions_are_joined_as_the_sessions_they_stand_for(
     await bus.send(DOMAIN, "Debit", conn=awaited)
     assert (await awaited.execute(text("SELECT count(*) FROM busload.command"))).scalar() == 1
     await awaited.remove()
+
+
+MANY = [BatchCommand("Debit")] * 1500
+"""So many that they are copied in"""
+
+
+@pytest.fixture
+def elsewhere(dsn: str) -> str:
+    """A database that the bus does not know, without its schema"""
+    return make_conninfo(dsn, dbname="postgres")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_database_without_the_schema_is_named_with_what_to_do(
+    bus: CommandBus, sync_bus: SyncCommandBus, elsewhere: str, kind: str
+) -> None:
+    """Also once the bus has found its own schema; the transaction stays usable"""
+    async with KINDS[kind](elsewhere) as caller:
+        for _ in ("at its first call", "afterwards"):
+            with pytest.raises(SchemaOutdatedError, match="'postgres', which holds no busload schema yet") as refused:
+                await bus.send(DOMAIN, "Debit", conn=caller.conn)
+            assert (refused.value.database, refused.value.found) == ("postgres", 0)
+            assert "pass a connection to that one. Else run `busload schema migrate`" in str(refused.value)
+            await bus.list_commands(DOMAIN)  # finds the schema of the bus itself
+        for call in (bus.create_batch(DOMAIN, MANY, conn=caller.conn), bus.domains.pause(DOMAIN, conn=caller.conn)):
+            with pytest.raises(SchemaOutdatedError, match="'postgres'"):
+                await call
+        await caller.execute("SELECT 1")
+        if kind in SYNC_KINDS:
+            sync_bus.list_commands(DOMAIN)
+            with pytest.raises(SchemaOutdatedError, match="'postgres'"):
+                sync_bus.send(DOMAIN, "Debit", conn=caller.conn)
+            await caller.execute("SELECT 1")
+
+
+async def test_a_database_of_an_older_release_is_named_with_its_version(
+    bus: CommandBus, elsewhere: str, database: Database
+) -> None:
+    async with KINDS["psycopg-async"](elsewhere) as caller:
+        for sql in (migrate.script(release=migrate.MIGRATIONS[:1]), "DROP TABLE busload.command CASCADE"):
+            await caller.execute(sql)
+        await bus.list_commands(DOMAIN)  # finds the schema of the bus itself
+        with pytest.raises(SchemaOutdatedError, match="'postgres', which holds busload schema 1, this release needs"):
+            await bus.send(DOMAIN, "Debit", conn=caller.conn)
+        await caller.rollback()
+
+
+async def test_a_table_of_the_application_that_is_missing_is_not_taken_for_the_schema(
+    bus: CommandBus, caller: Caller, database: Database
+) -> None:
+    """What a trigger of the application raises is raised as it is"""
+    database.rows("CREATE FUNCTION strange() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM nowhere(); END $$")
+    database.rows("CREATE TRIGGER strange BEFORE INSERT ON busload.command FOR EACH ROW EXECUTE FUNCTION strange()")
+    with pytest.raises(psycopg.errors.UndefinedFunction, match="nowhere"):
+        await bus.send(DOMAIN, "Debit", conn=caller.conn)
+    await caller.execute("SELECT 1")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_transaction_that_may_not_write_is_refused_with_what_to_do(
+    bus: CommandBus, sync_bus: SyncCommandBus, dsn: str, kind: str
+) -> None:
+    """It is also an error of psycopg, and the transaction stays usable"""
+    async with KINDS[kind](dsn) as caller:
+        await caller.execute("SET TRANSACTION READ ONLY")
+        name = conninfo_to_dict(dsn)["dbname"]
+        for call in (
+            bus.send(DOMAIN, "Debit", conn=caller.conn),
+            bus.create_batch(DOMAIN, MANY, conn=caller.conn),
+            bus.domains.pause(DOMAIN, conn=caller.conn),
+        ):
+            with pytest.raises(
+                DatabaseReadOnlyError, match=f"read-only transaction of database '{name}'.*READ WRITE"
+            ) as no:
+                await call
+            assert isinstance(no.value, NothingWrittenError) and isinstance(
+                no.value, psycopg.errors.ReadOnlySqlTransaction
+            )
+            assert (no.value.database, no.value.standby, no.value.sqlstate) == (name, False, "25006")
+        if kind in SYNC_KINDS:
+            with pytest.raises(DatabaseReadOnlyError, match="that this call joins has a read-only transaction"):
+                sync_bus.send(DOMAIN, "Debit", conn=caller.conn)
+        await caller.execute("SELECT 1")

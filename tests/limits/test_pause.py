@@ -51,10 +51,11 @@ async def test_nothing_of_a_paused_domain_starts_and_resuming_lets_all_of_it_run
     """Told by notification alone: this worker does not look by itself."""
     seen, pushed = given.handler(), elsewhere(given)
     settings = replace(given.settings, sweep_every=NEVER)
-    async with given.running(domains=[DOMAIN, "crm"], settings=settings):
+    async with given.running(domains=[DOMAIN, "crm"], settings=settings) as worker:
         await has_looked(given, pushed)
         assert await bus.domains.pause(DOMAIN, reason="the bank is down", operator="rosa")
-        await has_looked(given, pushed)
+        await eventually(lambda: worker._run is not None and DOMAIN in worker._run._shared.pauses.paused)
+        await has_looked(given, pushed)  # a claim that was under way has ended, too
         batch_id = await given.batch(50)
         await has_looked(given, pushed)
         assert (seen, (await given.batch_now(batch_id)).status) == ([], "PENDING")

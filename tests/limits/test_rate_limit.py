@@ -6,7 +6,8 @@ import enum
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta, timezone
+from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
@@ -15,7 +16,7 @@ from hypothesis import given as example_of
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from busload import InvalidCommandError, PermanentCommandError, RateLimit, RateLimitedError
+from busload import ConcurrencyLimit, InvalidCommandError, PermanentCommandError, RateLimit, RateLimitedError
 from busload.limits.rate import FASTEST, KEPT, Adapted
 
 
@@ -77,7 +78,56 @@ def test_what_by_returns_becomes_text(found: object, subject: str) -> None:
     assert RateLimit(1, by=lambda called_with: found).subject_of(None) == subject
 
 
-@pytest.mark.parametrize("found", [[], {}, object(), b"bytes", "x" * 513, "é" * 257, "a\0b", "\ud800", 10**600])
+EAST = timezone(timedelta(hours=5, minutes=45))
+NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    "equal",
+    [
+        (7, 7.0, Decimal(7), Decimal("7.00")),
+        (70, 70.0, Decimal("7E+1")),
+        (0, 0.0, -0.0, Decimal("-0")),
+        (0.5, Decimal("0.50")),
+        (-(2**63), -(2.0**63), Decimal(-(2**63))),
+        (NOON, NOON.astimezone(EAST)),
+    ],
+)
+def test_values_that_are_equal_are_one_key(equal: tuple[object, ...]) -> None:
+    """Else two calls for customer 7 would run at a time, if one of their senders has written 7.0."""
+    assert len(set(equal)) == 1
+    for limit in (RateLimit(1, by=lambda found: found), ConcurrencyLimit(1, by=lambda found: found)):
+        assert len({limit.subject_of(found) for found in equal}) == 1
+
+
+@pytest.mark.parametrize(
+    "found", [float("nan"), float("inf"), Decimal("NaN"), Decimal("-Infinity"), Decimal("1E+99999"), 1e300]
+)
+def test_any_number_is_a_key(found: float | Decimal) -> None:
+    assert ConcurrencyLimit(1, by=lambda called_with: found).subject_of(None)
+
+
+def test_a_time_that_no_other_zone_has_is_a_key() -> None:
+    last = datetime.max.replace(tzinfo=timezone(timedelta(hours=-1)))
+    assert ConcurrencyLimit(1, by=lambda called_with: last).subject_of(None).startswith("9999-12-31 23:59:59.999999")
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [],
+        {},
+        object(),
+        b"bytes",
+        "x" * 513,
+        "é" * 257,
+        "a\0b",
+        "\ud800",
+        10**600,
+        pytest.param(10**5000, id="digits"),
+        Decimal("sNaN"),
+    ],
+)
 def test_what_cannot_be_the_key_of_a_limit_is_refused(found: object) -> None:
     with pytest.raises(PermanentCommandError) as refused:
         RateLimit(1, by=lambda called_with: found).subject_of(None)

@@ -2188,8 +2188,8 @@ MUTANTS = [
     Mutant(
         "keys-of-live-values-break-at-blanks",
         "dashboard/pages/limits.py",
-        '    return live_key("rate", one.name, one.subject)',
-        '    return f"rate:{one.name}:{one.subject}"',
+        "key = live_key(kind, one.name, one.subject)",
+        'key = f"{kind}:{one.name}:{one.subject}"',
         OPERATIONS + "test_a_page_and_its_stream_tell_the_same",
         "The state of a limit would stand still.",
     ),
@@ -2519,7 +2519,7 @@ MUTANTS = [
     Mutant(
         "form-names-the-wrong-line",
         "dashboard/draft.py",
-        "for number, line in enumerate(text.splitlines(), 1):",
+        "for number, line in enumerate(LINE_END.split(text), 1):",
         "for number, line in enumerate(text.split(), 1):",
         f"{NEW_BATCH}test_a_preview_says_how_many_commands_of_which_types",
         "Lines with spaces would be taken apart.",
@@ -2535,8 +2535,8 @@ MUTANTS = [
     Mutant(
         "budget-is-not-raised",
         "dashboard/pages/batch.py",
-        "operator=operator, budget=budget)",
-        "operator=operator, budget=None)",
+        "operator=operator, budget=budget, end_canary",
+        "operator=operator, budget=None, end_canary",
         f"{PAGES}test_a_held_batch_is_resumed_with_another_budget",
         "A batch would be held again at the old budget.",
     ),
@@ -2903,8 +2903,8 @@ MUTANTS = [
     Mutant(
         "eager-sender-does-not-hear",
         "testing/eager_mode.py",
-        "sends = wrap(bus, errors if raises else None)",
-        "sends = wrap(bus, None)",
+        "sends = wrap(bus, errors if raises else None, state)",
+        "sends = wrap(bus, None, state)",
         f"{KIT}test_eager_mode.py::test_the_error_of_a_handler_reaches_the_sender",
         "A unit test would pass though its handler has raised.",
     ),

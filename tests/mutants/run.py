@@ -46,11 +46,11 @@ class Verdict:
 
 @contextmanager
 def copy(original: Path) -> Iterator[Path]:
-    """The package and its tests, outside of the work tree, removed at the end."""
+    """The package and its tests, with what those import, outside of the work tree, removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="busload-mutant-"))
     folder.chmod(0o755)
     try:
-        for name in ("src", "tests", "examples"):
+        for name in ("src", "tests", "examples", "bench"):
             shutil.copytree(original / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(original / "pyproject.toml", folder)
         yield folder

@@ -6,7 +6,8 @@ from urllib.parse import quote
 
 import pytest
 
-from busload import WorkerSettings
+from busload import BatchCommand, CommandBus, WorkerSettings
+from tests.given import DOMAIN
 from tests.life import live
 
 HOSTILE = {
@@ -46,3 +47,16 @@ async def test_a_life_of_commands_is_the_same_whatever_the_session_settings(
 ) -> None:
     options = " ".join(f"-c{name}={value}".replace(", ", r",\ ") for name, value in HOSTILE[about].items())
     await live(f"{dsn}&options={quote(options)}", settings=worker_settings)
+
+
+@pytest.mark.parametrize("count", [1, 3, 1500])
+async def test_texts_come_back_as_they_were_sent_whatever_the_encoding_of_the_client(
+    count: int, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of many commands goes in by COPY, as bytes"""
+    monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
+    commands = [BatchCommand("Debit", data={"to": "Zoë, 5 €"}, task_key="Zoë", headers={"to": "Zoë"})] * count
+    async with CommandBus(f"{dsn}&client_encoding=LATIN1") as bus:
+        await bus.create_batch(DOMAIN, commands)
+        for found in (await bus.list_commands(DOMAIN)).commands:
+            assert (found.data, found.task_key, found.headers) == ({"to": "Zoë, 5 €"}, "Zoë", {"to": "Zoë"})

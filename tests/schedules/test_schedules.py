@@ -366,6 +366,17 @@ async def test_a_schedule_that_is_not_there_is_named_and_nothing_is_written(
     assert database.everything() == before
 
 
+async def test_the_history_of_a_schedule_that_never_was_is_refused(bus: CommandBus, sync_bus: SyncCommandBus) -> None:
+    """A schedule that has fired nothing yet has an empty one"""
+    scheduled(bus)
+    await bus.schedules.sync()
+    assert await bus.schedules.history("billing") == []
+    with pytest.raises(ScheduleNotFoundError, match="There is no schedule 'billng'"):
+        await bus.schedules.history("billng")
+    with pytest.raises(ScheduleNotFoundError):
+        sync_bus.schedules.history("billng")
+
+
 async def test_a_removed_schedule_fires_nothing_and_its_history_stays(bus: CommandBus, database: Database) -> None:
     scheduled(bus)
     scheduled(bus, "other", domain="elsewhere")
@@ -669,6 +680,25 @@ def test_a_declaration_that_cannot_be_is_refused_and_declares_nothing(options: d
         scheduled(bus, **{"command": BatchCommand("Debit"), **options})
     assert message in str(refused.value)
     assert (bus.declared_schedules, bus.handlers.domains) == ({}, [])
+
+
+async def test_an_application_whose_schedule_has_ended_starts_as_before(
+    bus: CommandBus, database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process starts again months later, and declares what it has always declared"""
+    ends_at = datetime(2020, 12, 31, tzinfo=UTC)
+    scheduled(bus, "campaign", cron="0 9 * * *", every=None, starts_at=None, ends_at=ends_at)
+    scheduled(bus)
+    assert sorted(await bus.schedules.sync()) == ["billing", "campaign"]
+    assert "'campaign' has ended: nothing is due after 2020-12-31" in caplog.text
+    campaign = await bus.schedules.get("campaign")
+    assert campaign is not None
+    assert (campaign.next_due_at, campaign.next_times, campaign.overdue) == (None, (), False)
+    await Worker(bus, domains=[DOMAIN]).drain()
+    assert keys(database) == []
+    for start, end in ((ends_at, ends_at - timedelta(days=1)), (None, datetime(1969, 1, 1, tzinfo=UTC))):
+        with pytest.raises(InvalidCommandError, match="never due again"):
+            scheduled(bus, "never", starts_at=start, ends_at=end)
 
 
 def test_two_schedules_of_one_name_are_refused() -> None:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import psycopg
 import pytest
 from click.testing import CliRunner
 
 from busload import BatchCommand, Command, CommandBus, HandlerContext, PermanentCommandError, Settings, Worker
 from busload.cli import main
+from busload.commands import rescue
 from busload.dashboard import app
-from tests.dashboard.site import SAME_ORIGIN, client
+from busload.dashboard.pages import commands
+from busload.dashboard.render import DATABASE
+from busload.postgres.write import Write
+from tests.dashboard.site import SAME_ORIGIN, client, stream
 from tests.dashboard.test_troubleshooting import posted, previewed
 from tests.shards.conftest import Three
 
@@ -79,6 +86,78 @@ async def test_a_browser_chooses_one_database_and_goes_back_to_all(sharded: Comm
         assert "batch of crm" in (await site.get("/batches")).text
         for wrong in ("3", "x", "-1", "٣"):
             assert (await site.get(f"/database/{wrong}")).status_code == 404
+
+
+async def test_pages_of_commands_go_through_all_databases(sharded: CommandBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    await _story(sharded)
+    monkeypatch.setattr(commands, "LIMIT", 2)
+    found: list[str] = []
+    async with client(app(sharded), **SAME_ORIGIN) as site:
+        address: str | None = "/commands"
+        while address is not None:
+            page = await site.get(address)
+            assert page.status_code == 200, page.text
+            found += re.findall(r'href="(/commands/[a-z]+/[^"]+)"', page.text)
+            address = next(map(html.unescape, re.findall(r'href="([^"]+)" rel="next"', page.text)), None)
+        assert len(found) == len(set(found)) == 9
+        for wrong in ("x", "1~2", "1~2~x", "end~end~end~end"):
+            assert (await site.get("/commands", params={"after": wrong})).status_code in (400, 404), wrong
+
+
+async def test_the_audit_leads_to_the_worker_that_was_stopped(sharded: CommandBus) -> None:
+    await _register(sharded)
+    async with client(app(sharded), **SAME_ORIGIN) as site:
+        for known in await sharded.workers.list():
+            await sharded.workers.stop(known.worker, reason="x", operator="eve")
+            [action, *_] = (await sharded.audit.list(operator="eve")).actions
+            assert (action.worker, action.worker_name) == (known.worker, known.name)
+            link = f'<a href="/workers/{known.worker}">{known.name}</a>'
+            assert link in (await site.get("/audit")).text
+
+
+async def test_limits_of_the_same_name_have_the_numbers_of_their_own_databases(
+    sharded: CommandBus, three: Three
+) -> None:
+    for dsn, calls in ((three.payments, 1234), (three.orders, 77)):
+        with psycopg.connect(dsn) as conn:
+            conn.execute(
+                "INSERT INTO busload.rate_limit (name, subject, adaptive, rate, ceiling, calls, refused) "
+                "VALUES ('bank', '', true, 1, 2, %s, 0)",
+                [calls],
+            )
+    async with client(app(sharded), **SAME_ORIGIN) as site:
+        page = (await site.get("/limits?name=bank")).text
+    shown = re.findall(r'data-live="([^"]+[.]calls)">([^<]+)<', page)
+    assert sorted(number for _, number in shown) == ["1,234", "77"]
+    assert len({key for key, _ in shown}) == 2
+
+
+async def _register(bus: CommandBus) -> None:
+    """Workers that have the same numbers in each database."""
+    for at, shard in enumerate(bus.shards):
+        for n in range(4):
+            new = rescue.register(name=f"{at}-{n}", domains=["x"], concurrency=1, lease_for=timedelta(minutes=1))
+            await shard.database.write(Write(new))
+
+
+async def test_an_open_page_keeps_its_database_whatever_another_window_chooses(sharded: CommandBus) -> None:
+    """The same number is one worker on the page of all databases, and another one on that of the second."""
+    await _register(sharded)
+    [first, *_] = [known for known in await sharded.workers.list() if known.name == "0-0"]
+    served = app(sharded)
+    async with client(served, **SAME_ORIGIN) as site:
+        opened = (await site.get(f"/workers/{first.worker}")).text
+        listed = (await site.get("/workers")).text
+        await site.get("/database/1")
+        assert "0-0" not in (await site.get(f"/workers/{first.worker}")).text
+        [sends] = re.findall("hx-headers:inherited='([^']*)'", opened)
+        stopped = await site.post(f"/workers/{first.worker}/stop", data={"reason": "x"}, headers=json.loads(sends))
+        assert "0-0" in stopped.text
+        [live] = re.findall('data-live-url="([^"]*)"', listed)
+        async with stream(served, html.unescape(live), cookie=f"{DATABASE}=1") as events:
+            _, values = await events.get()
+            assert len(values["rows"]) == 12
+    assert [known.name for known in await sharded.workers.list() if known.stop_requested_at] == ["0-0"]
 
 
 async def test_a_dashboard_of_one_database_offers_no_choice(bus: CommandBus) -> None:

@@ -239,6 +239,10 @@ async def test_schedules_and_buffers_are_declared_in_the_database_of_their_domai
     assert await sharded.get_command("orders", command_id) is not None
     assert await sharded.schedules.pause("hourly") is True
     assert [one.schedule for one in await sharded.schedules.history()] == ["nightly"]
+    assert [one.schedule for one in await sharded.schedules.history("nightly")] == ["nightly"]
+    assert await sharded.schedules.history("hourly") == []
+    with pytest.raises(ScheduleNotFoundError):
+        await sharded.schedules.history("weekly")
     with pytest.raises(ScheduleNotFoundError):
         await sharded.schedules.remove("weekly")
     events = sharded.buffer("events", size=10)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
 import psycopg
 import pytest
 
 from busload import BatchCommand, Command, CommandBus, HandlerContext, SyncCommandBus, SyncHandlerContext
+from busload.errors import InvalidOperationError
 from busload.testing import assert_sent, eager
 
 
@@ -52,6 +54,32 @@ def test_the_error_of_a_handler_reaches_the_sender(sync_bus: SyncCommandBus) -> 
     assert sent.status == "IN_TROUBLESHOOTING_QUEUE"
     with eager(sync_bus, raises=False):
         sync_bus.send("payments", "Debit", max_attempts=1)
+
+
+async def test_handlers_find_the_state_of_the_test_also_in_a_transaction(bus: CommandBus) -> None:
+    """The bus has a lifespan, which a call with `conn` does not open"""
+    seen: list[object] = []
+
+    @bus.lifespan
+    async def resources() -> AsyncIterator[str]:
+        yield "of the lifespan"
+
+    @bus.handler("payments", "Debit")
+    async def debit(command: Command, ctx: HandlerContext) -> None:
+        seen.append(ctx.state)
+
+    async with await psycopg.AsyncConnection.connect(bus.dsn) as conn:
+        with eager(bus):
+            await bus.send("payments", "Debit")
+            with pytest.raises(
+                InvalidOperationError, match=r"calls with conn= open none: .*eager\(bus, state=engine\)"
+            ):
+                await bus.send("payments", "Debit", max_attempts=1, conn=conn)
+        with eager(bus, state="of the test"):
+            await bus.send("payments", "Debit")
+            await bus.send("payments", "Debit", conn=conn)
+        await conn.rollback()
+    assert seen == ["of the lifespan", "of the test", "of the test"]
 
 
 def test_in_a_transaction_handlers_run_in_it(sync_bus: SyncCommandBus, dsn: str) -> None:

@@ -207,3 +207,7 @@ def test_a_role_that_may_not_create_databases_is_told(dsn: str, database: Databa
             TestServer.at(make_conninfo(dsn, user="kit_nobody", dbname="postgres")).start()
     finally:
         database.rows("DROP ROLE kit_nobody")
+
+
+def test_the_folder_of_a_server_may_be_text(tmp_path: Path) -> None:
+    TestServer(str(tmp_path)).close()

@@ -288,7 +288,7 @@ async def test_without_a_state_a_handler_is_told_how_to_get_one(bus: CommandBus)
     async def debit(command: Command, ctx: HandlerContext) -> str:
         return str(ctx.state)
 
-    with pytest.raises(InvalidOperationError, match="lifespan"):
+    with pytest.raises(InvalidOperationError, match=r"lifespan.*In a test, .*run_handler\(\.\.\., state=engine\)"):
         await run_handler(bus, "payments", "Debit")
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
@@ -23,9 +24,9 @@ from busload import (
     RetryPolicy,
     SyncHandlerContext,
     TransientCommandError,
+    WorkerSettings,
 )
-from busload.worker.line import LONGEST_TURN
-from busload.worker.newcomers import SHORT_TURN
+from busload.worker.executor import LONGEST_TURN
 from tests.given import DOMAIN, Database, Given, counts, eventually, raising
 
 ONCE = RetryPolicy(max_attempts=1)
@@ -418,8 +419,25 @@ async def test_peer_oban_1022_and_good_job_832(given: Given, size: int) -> None:
     assert len(done) == 1
 
 
-@pytest.mark.parametrize("turn", [LONGEST_TURN, SHORT_TURN])
-async def test_slots_together_leave_the_event_loop_after_one_turn(given: Given, turn: float) -> None:
+@pytest.mark.parametrize("threaded", [False, True], ids=["tasks", "threads"])
+async def test_commands_of_one_claim_run_in_all_slots_at_once(given: Given, threaded: bool) -> None:
+    together, threads = asyncio.Barrier(20), threading.Barrier(20)
+
+    async def meet(command: Command, ctx: HandlerContext) -> None:
+        async with asyncio.timeout(20):
+            await together.wait()
+
+    def meet_in_threads(command: Command, ctx: SyncHandlerContext) -> None:
+        threads.wait(20)
+
+    given.bus.handler(DOMAIN, "Debit", retry=ONCE)(meet_in_threads if threaded else meet)
+    batch_id = await given.batch(commands=40)
+    settings = WorkerSettings(concurrency=20, threads=20, poll_every=timedelta(minutes=1))
+    assert await given.drained(settings=settings) == 40
+    assert counts(await given.batch_now(batch_id)) == (40, 40, 0, 0, 0)
+
+
+async def test_slots_together_leave_the_event_loop_after_one_turn(given: Given) -> None:
     loop = asyncio.get_running_loop()
     rounds, begun_in = 0, Counter[int]()
     counting: asyncio.Handle
@@ -431,7 +449,7 @@ async def test_slots_together_leave_the_event_loop_after_one_turn(given: Given, 
 
     async def busy(command: Command, ctx: HandlerContext) -> None:
         begun_in[rounds] += 1
-        until = time.monotonic() + 2 * turn
+        until = time.monotonic() + 2 * LONGEST_TURN
         while time.monotonic() < until:
             pass
 
@@ -439,9 +457,7 @@ async def test_slots_together_leave_the_event_loop_after_one_turn(given: Given, 
     await given.batch(commands=60)
     counting = loop.call_soon(count_round)
     try:
-        async with given.worker()._running() as run:
-            run._line.longest_turn = turn
-            assert await run.until_drained() == 60
+        assert await given.drained() == 60
     finally:
         counting.cancel()
     assert max(begun_in.values()) <= 2  # the second one finds that the turn is over

@@ -114,7 +114,7 @@ async def test_without_a_lifespan_there_is_no_state(bus: CommandBus, given: Give
 
     command_id = await given.sent()
     await given.drained()
-    assert "its bus has no lifespan" in str((await given.command_now(command_id)).last_error_message)
+    assert "No lifespan was opened for this handler" in str((await given.command_now(command_id)).last_error_message)
 
 
 @pytest.mark.parametrize("what", ["lifespan", "hook"])

@@ -499,7 +499,10 @@ async def test_a_stop_that_is_cancelled_leaves_nothing_running(given: Given, dat
         ({"grace": timedelta(seconds=-1)}, "grace must be at least zero"),
         ({"no_handler_pause": timedelta(seconds=-1)}, "no_handler_pause must be at least zero"),
         ({"prefetch": 0.05}, "prefetch must be a timedelta, found 0.05"),
-        ({"lease_for": 30}, "lease_for must be a timedelta, found 30"),
+        ({"lease_for": 30}, r"lease_for must be a timedelta, found 30; pass timedelta\(seconds=30\)\.$"),
+        ({"lease_for": 2.5}, r"found 2.5; pass timedelta\(seconds=2.5\)"),
+        ({"lease_for": True}, r"lease_for must be a timedelta, found True\.$"),
+        ({"lease_for": timedelta(milliseconds=1)}, r"a quarter of the lease \(0:00:00.001000\).* longer lease_for"),
         ({"lease_for": "x" * 999}, "lease_for must be a timedelta, found 'x{79}\\.$"),
     ],
 )

@@ -83,6 +83,8 @@ class Action:
     old_tracker: str | None = None
     phase: str | None = None
     """The phase to which an old tracker was switched."""
+    patched: bool = False
+    """Whether the data was patched before the retry."""
     first: datetime | None = None
     """When the first of its commands was touched, if there are several."""
 
@@ -91,8 +93,8 @@ class Action:
         return (
             self.commands > 0
             and later.commands > 0
-            and (self.type, self.operator, self.reason, self.domain)
-            == (later.type, later.operator, later.reason, later.domain)
+            and (self.type, self.patched, self.operator, self.reason, self.domain)
+            == (later.type, later.patched, later.operator, later.reason, later.domain)
             and (later.first or later.at) - self.at <= TOGETHER
         )
 

@@ -6,7 +6,8 @@ SELECT v.event, v.at, v.type, v.operator, coalesce(v.hi - v.lo + 1, 0)::integer,
             ELSE v.details ->> 'domain' END,
        c.command_id, v.details ->> 'reason', v.worker, v.details ->> 'worker', v.details ->> 'limit',
        v.details ->> 'buffer', v.details ->> 'job_id', v.details ->> 'priority',
-       v.details ->> 'schedule', v.details ->> 'old_tracker', v.details ->> 'phase'
+       v.details ->> 'schedule', v.details ->> 'old_tracker', v.details ->> 'phase',
+       v.type = 'OPERATOR_RETRIED' AND (v.details -> 'patch') IS NOT NULL
   FROM (SELECT * FROM busload.event
          WHERE operator IS NOT NULL
            AND (at, event) < (coalesce(%(before)s::timestamptz, 'infinity'),

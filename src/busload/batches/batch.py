@@ -27,7 +27,7 @@ from busload.commands.wording import counted
 from busload.errors import DuplicateCommandError, InvalidCommandError, Problem
 from busload.postgres.plan import Plan, many, one
 from busload.postgres.statements import statements
-from busload.settings import InputLimits
+from busload.settings import LONGEST, InputLimits
 
 BatchStatusName = Literal["PENDING", "IN_PROGRESS", "COMPLETED", "COMPLETED_WITH_FAILURES"]
 
@@ -336,6 +336,8 @@ def members(
     if size is not None and size > len(checked):
         message = f"found {size:,}, but the batch has {counted(len(checked), 'command')}; wanted no more than that"
         raise InvalidCommandError([Problem("INVALID_OPTION", "/canary/size", message)])
+    if batch.guards is not None and batch.guards["within"] is not None:
+        refuse(_canary_too_late(batch.guards["within"], checked))
     taken = (command.command_id for command in checked if command.domain is None)
     if batch.callback_id is not None and batch.callback_id in taken:
         raise DuplicateCommandError(batch.domain, [batch.callback_id])
@@ -376,6 +378,22 @@ def _too_late(expires_in: timedelta, commands: Sequence[NewCommand], first: int)
     ]
 
 
+def _canary_too_late(within: timedelta, commands: Sequence[NewCommand]) -> list[Problem]:
+    """A canary none of whose commands may start before its time is over, whichever commands are chosen."""
+    now = datetime.now(UTC)
+    end, first = now + within, now + LONGEST
+    for command in commands:
+        due = command.run_at if command.delay is None else now + command.delay
+        if due is None or due < end:
+            return []
+        first = min(first, due)
+    message = (
+        f"found {within}, but the first command of the batch may start only at {first.isoformat(timespec='seconds')}, "
+        "so the canary would hold the batch before; wanted a longer within, or an earlier run_at or delay"
+    )
+    return [Problem("INVALID_OPTION", "/canary/within", message)]
+
+
 def with_priority(batch: NewBatch, commands: list[NewCommand]) -> list[NewCommand]:
     """Give the priority of the batch to commands that have none of their own."""
     if not batch.priority:
@@ -412,7 +430,8 @@ def callback_of(
     if types and (known := types.get((domain, command.command_type))) is not None:
         refuse(_misfits(known, data, of, path))
     row = msgspec.to_builtins(checked) | {"data": data, "headers": decode_headers(checked.headers)}
-    del row["run_at"], row["domain"], row["fair_by"], row["expires_at"], row["delay"]
+    row["command_id"] = str(checked.command_id)
+    del row["id_as_int"], row["run_at"], row["domain"], row["fair_by"], row["expires_at"], row["delay"]
     return encoded(row, f"/{path}", WIDEST), command.command_id
 
 

@@ -65,13 +65,16 @@ class Forecast:
     """Why nobody can tell."""
     changes: tuple[str, ...] = ()
     """What would change it, in sentences."""
+    in_troubleshooting: int = 0
+    """Commands that wait for a person: it says when all others will have ended."""
 
     def __str__(self) -> str:
         """How long it takes from the moment on when this was made: `in about 40 s (30 s to 1 min)`."""
         if self.done_at is None or self.earliest is None or self.latest is None:
             return f"unknown: {self.unknown}"
         about, least, most = (span(time - self.made_at) for time in (self.done_at, self.earliest, self.latest))
-        return f"in about {about} ({least} to {most})"
+        others = f", not counting {_commands(self.in_troubleshooting, 'in', 'in')} troubleshooting"
+        return f"in about {about} ({least} to {most}){others if self.in_troubleshooting else ''}"
 
 
 class Around(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +115,8 @@ class Outlook(Around, frozen=True, kw_only=True):
     """Whether all but the canary waits for the canary."""
     age: float | None = None
     """Since its first command started."""
+    expires: float | None = None
+    """Until it expires; less than nothing if it has expired."""
     idle: float = 0.0
     """Since the pace was counted."""
     paces: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
@@ -160,10 +165,12 @@ def forecast(outlook: Outlook) -> Forecast:
     rate = _rates(outlook, outlook.idle)[LAST_MINUTES][1]
     unknown = _unknown(outlook, rate)
     if unknown is not None:
-        return Forecast(outlook.now, rate, unknown=unknown, changes=(_what_is_missing(outlook, unknown),))
+        missing = (_what_is_missing(outlook, unknown),)
+        return Forecast(outlook.now, rate, unknown=unknown, changes=missing, in_troubleshooting=outlook.parked)
     interval = [timedelta(seconds=min(seconds, FAR)) for seconds in _interval(outlook)]
     earliest, done_at, latest = (outlook.now + time for time in interval)
-    return Forecast(outlook.now, rate, done_at, earliest, latest, changes=tuple(_changes(outlook, interval[1])))
+    changes = tuple(_changes(outlook, interval[1], _expires_before(outlook, interval[2].total_seconds())))
+    return Forecast(outlook.now, rate, done_at, earliest, latest, changes=changes, in_troubleshooting=outlook.parked)
 
 
 def read_forecast(outlook: str | None) -> Forecast | None:
@@ -181,6 +188,8 @@ ALWAYS, BY_RATES, BY_SHARE = 0.55, 0.3, 0.28
 """How wide the interval is: in any case, by how much the rates differ, and by how much is left of how much."""
 MOST_DIFFERENT = 2.0
 """Beyond that, a difference of rates makes the interval no wider: it is a factor of seven."""
+SWEEP = 5.0
+"""Seconds between two sweeps, about: one of them cancels what has expired."""
 UPWARDS = 1.15
 """How wide its upper part is, in times of the lower one."""
 TAIL, LONGEST = 1.6, 0.15
@@ -225,7 +234,18 @@ def _interval(outlook: Outlook) -> tuple[float, float, float]:
     earliest = max(seconds * math.exp(-spread) - FLUSH, due, 0.0)
     likely = max(seconds, due) + AGAIN * again
     latest = max(seconds * math.exp(UPWARDS * spread), due) + runs_on + MOST_AGAIN * again + FLUSH
+    if outlook.expires is not None and _expires_before(outlook, latest):  # what has started goes on
+        over, started = max(outlook.expires, 0.0), outlook.last_retry
+        earliest = min(earliest, max(over, started))
+        likely = min(likely, max(over + SWEEP / 2, started) + AGAIN * again)
+        latest = min(latest, max(over + SWEEP, started) + runs_on + MOST_AGAIN * again + FLUSH)
     return earliest, likely, max(latest, likely)
+
+
+def _expires_before(outlook: Outlook, latest: float) -> bool:
+    """Whether the batch expires before that, while some of it may not have started."""
+    unstarted = outlook.left > outlook.running + outlook.retries
+    return unstarted and outlook.expires is not None and outlook.expires < latest
 
 
 def _times_again(outlook: Outlook, rate: float) -> float:
@@ -309,10 +329,18 @@ def _what_is_missing(outlook: Outlook, unknown: NoForecast) -> str:
 # -- what would change it ----------------------------------------------------------------------------------------------
 
 
-def _changes(outlook: Outlook, takes: timedelta) -> Iterator[str]:
-    """What the end depends on now, in sentences, if the rest takes that long."""
+def _changes(outlook: Outlook, takes: timedelta, expires: bool) -> Iterator[str]:
+    """What the end depends on now, in sentences. The rest `takes` that long, or `expires` before it has started."""
+    if expires and outlook.expires is not None:
+        yield (
+            f"The batch expires {_in(outlook.expires)}: what has not started by then is canceled."
+            if outlook.expires > 0
+            else "The batch has expired: what has not started is canceled by the next sweep."
+        )
     due = _in(outlook.last_retry)
-    limiting = [said for around in outlook.everywhere for said in _limiting(outlook, around, takes)]
+    limiting = [
+        said for around in outlook.everywhere for said in _limiting(outlook, around, None if expires else takes)
+    ]
     yield from limiting
     if not limiting and outlook.running and outlook.running >= outlook.left - outlook.later:
         yield f"{_commands(outlook.running, 'runs', 'run')}, and no other is ready: more workers would change nothing."
@@ -328,7 +356,7 @@ def _changes(outlook: Outlook, takes: timedelta) -> Iterator[str]:
         )
 
 
-def _limiting(outlook: Outlook, around: Around, takes: timedelta) -> Iterator[str]:
+def _limiting(outlook: Outlook, around: Around, takes: timedelta | None) -> Iterator[str]:
     """What keeps commands that are ready in a domain from starting: a limit, or busy slots."""
     if not outlook.ready or not around.waits:
         return
@@ -347,13 +375,16 @@ def _limiting(outlook: Outlook, around: Around, takes: timedelta) -> Iterator[st
         yield from _busy_slots(outlook, around, takes)
 
 
-def _busy_slots(outlook: Outlook, around: Around, takes: timedelta) -> Iterator[str]:
+def _busy_slots(outlook: Outlook, around: Around, takes: timedelta | None) -> Iterator[str]:
+    """`takes` is None if the end is that of the time for it."""
     workers, others = around.workers, around.busy - outlook.running
+    sooner = "more of the batch could start in time"
+    if takes is not None:
+        sooner = f"the batch could be done in {span(takes * workers / (workers + 1))} instead of {span(takes)}"
     serve = f"{counted(workers, 'worker')} with {counted(around.slots, 'slot')} serve{'s' if workers == 1 else ''}"
     yield (
         f"{serve} domain {around.domain!r}, and all slots are busy: with one more worker like "
-        f"{'it' if workers == 1 else 'these'} the batch could be done in "
-        f"{span(takes * workers / (workers + 1))} instead of {span(takes)}."
+        f"{'it' if workers == 1 else 'these'} {sooner}."
     )
     if others > (1 - BUSY) * around.busy:
         yield f"{_commands(others, 'is', 'are')} of others: when they have ended, this batch goes faster."

@@ -32,17 +32,28 @@ def hold(domain: str, batch_id: UUID, *, reason: str, operator: str | None) -> P
     return not held
 
 
-def resume(domain: str, batch_id: UUID, *, operator: str | None, budget: Mapping[str, Any] | None = None) -> Plan[bool]:
+def resume(
+    domain: str,
+    batch_id: UUID,
+    *,
+    operator: str | None,
+    budget: Mapping[str, Any] | None = None,
+    end_canary: bool = False,
+) -> Plan[bool]:
     """Let a held batch go on, with another failure budget if one is given, as columns. Needs a transaction.
 
-    Returns False if the batch was not held: then nothing changes.
+    With `end_canary`, what waits for its canary goes on as well, also if the batch is not held. Returns False if the
+    batch was not held, and no canary was ended: then nothing changes.
     """
     held, _ = yield from lock(domain, batch_id, NOT_HELD)
+    ended = end_canary and bool((yield from execute(SQL.end_canary, batch_id=batch_id, operator=operator)))
+    if ended:
+        yield from execute(SQL.release_canary, batch_id=batch_id)
     if held:
         if budget is not None:
             yield from execute(SQL.set_budget, batch_id=batch_id, operator=operator, from_here=True, **budget)
         yield from execute(SQL.resume, batch_id=batch_id, operator=operator)
-    return held
+    return held or ended
 
 
 def set_budget(domain: str, batch_id: UUID, budget: Mapping[str, Any], *, operator: str | None) -> Plan[bool]:

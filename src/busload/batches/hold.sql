@@ -44,6 +44,31 @@ SELECT busload.guard(ARRAY[%(batch_id)s::uuid]);
 -- Let the batch go on, and put its loads into the queue.
 SELECT busload.resume_batches(ARRAY[%(batch_id)s::uuid], %(operator)s::text);
 
+-- name: end_canary
+-- A person lets go what waits for the canary. No row: there is no canary, it has ended, or its batch was
+-- canceled. If the canary or the budget holds the batch, a resume ends the canary by itself.
+WITH ended AS (
+    UPDATE busload.batch
+       SET canary_ended_at = statement_timestamp()
+     WHERE batch_id = %(batch_id)s::uuid
+       AND canary_until IS NOT NULL
+       AND canary_ended_at IS NULL
+       AND canceled_at IS NULL
+       AND coalesce(held_reason, 'OPERATOR') = 'OPERATOR'
+    RETURNING batch_id, canary_count, completed_count
+), noted AS (
+    INSERT INTO busload.event (type, batch_id, operator, details)
+    SELECT 'BATCH_RESUMED', batch_id, %(operator)s::text,
+           json_build_object('held_reason', 'CANARY', 'canary', canary_count, 'completed', completed_count)
+      FROM ended
+)
+SELECT batch_id FROM ended;
+
+-- name: release_canary
+-- Put what has waited for the canary into the queue, and tell those who watch the batch.
+SELECT busload.release_held(ARRAY[%(batch_id)s::uuid], 'CANARY'),
+       pg_notify('busload_batch', %(batch_id)s::uuid::text);
+
 -- name: held_with_stragglers
 -- Held batches of which something has come back to the queue or the outbox: a retry that was due, a command
 -- of a dead worker, one that was handed back, or that was sent into an open batch. No worker claims these

@@ -47,21 +47,24 @@ def of_hold(domain: str, batch_id: UUID) -> Plan[Waiting]:
     return Waiting() if held else (yield from waiting([batch_id]))
 
 
-def of_resume(domain: str, batch_id: UUID, budget: Mapping[str, Any] | None) -> Plan[tuple[Waiting, str | None]]:
+def of_resume(
+    domain: str, batch_id: UUID, budget: Mapping[str, Any] | None, *, end_canary: bool = False
+) -> Plan[tuple[Waiting, str | None]]:
     """What a resume, with this budget if there is one, would let go, and why the batch would be held again at once."""
     held = yield from hold.look(domain, batch_id, to_hold=False)
     batch = yield from find_batch(domain, batch_id)
-    if not held or batch is None:
+    has_canary = batch is not None and batch.canary_count is not None and batch.canary_ended_at is None
+    if batch is None or not (held or (end_canary and has_canary)):
         return Waiting(), None
-    guarded = batch.failure_budget is not None or (batch.canary_count is not None and batch.canary_ended_at is None)
+    guarded = batch.failure_budget is not None or has_canary
     again = None
     if batch.held_reason == "OPERATOR" and guarded:
-        again = yield from taken_back(_resumed(domain, batch_id, budget))
+        again = yield from taken_back(_resumed(domain, batch_id, budget, end_canary))
     return (yield from waiting([batch_id])) if again is None else Waiting(), again
 
 
-def _resumed(domain: str, batch_id: UUID, budget: Mapping[str, Any] | None) -> Plan[str | None]:
-    yield from hold.resume(domain, batch_id, operator=None, budget=budget)
+def _resumed(domain: str, batch_id: UUID, budget: Mapping[str, Any] | None, end_canary: bool) -> Plan[str | None]:
+    yield from hold.resume(domain, batch_id, operator=None, budget=budget, end_canary=end_canary)
     batch = yield from find_batch(domain, batch_id)
     return None if batch is None else batch.held_note
 

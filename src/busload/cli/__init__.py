@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
 from inspect import cleandoc
 from textwrap import dedent, indent
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -65,7 +68,7 @@ class _Nouns(click.Group):
         if name not in NOUNS:
             return None
         module = MODULES.get(name, name)
-        command: click.Command = getattr(import_module(f"busload.cli.{module}"), module)
+        command: click.Command = getattr(_imported(f"busload.cli.{module}"), module)
         for one in (command, *getattr(command, "verbs", {}).values()):
             _prepare(one, bus=one.name not in NO_BUS)
         return command
@@ -111,6 +114,20 @@ class _Nouns(click.Group):
             if ctx.meta.get(DEBUG):
                 raise
             raise _wrong_environment(ctx, error) or _explained(error) from error
+
+
+def _imported(module: str) -> ModuleType:
+    """Import a noun, whose objects stay until the end: the search for garbage would only take time to find that."""
+    if (known := sys.modules.get(module)) is not None:
+        return known
+    searching = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(module)
+    finally:
+        gc.freeze()
+        if searching:
+            gc.enable()
 
 
 class WrongInputError(click.ClickException):

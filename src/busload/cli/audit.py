@@ -14,6 +14,11 @@ from busload.commands.wording import counted
 from busload.sync.bus import SyncCommandBus
 
 
+def _action(action: Action) -> str:
+    """What was done."""
+    return f"{action.type} (patched)" if action.patched else action.type
+
+
 def _what(action: Action) -> str | None:
     """What it was done to."""
     if action.commands > 1:
@@ -26,8 +31,8 @@ def _what(action: Action) -> str | None:
 
 
 ACTIONS = View[Action](
-    "AT OPERATOR ACTION=type DOMAIN WHAT REASON",
-    {"WHAT": _what},
+    "AT OPERATOR ACTION DOMAIN WHAT REASON",
+    {"ACTION": _action, "WHAT": _what},
     nothing="No operator did anything like that.",
     elastic="REASON",
 )

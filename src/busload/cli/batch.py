@@ -185,6 +185,7 @@ def hold(bus: SyncCommandBus, domain: str, batch_id: UUID, *, reason: str, opera
 @batch.command()
 @click.option("--budget", type=float, metavar="SHARE", help="From here on this share of all commands may fail.")
 @click.option("--at-least", type=int, default=0, metavar="N", help="With --budget: so many may fail in any case.")
+@click.option("--end-canary", is_flag=True, help="Let go what waits for the canary too, though the canary still runs.")
 @options.operator
 @options.dry_run
 @about("batch")
@@ -196,6 +197,7 @@ def resume(
     operator: str,
     budget: float | None,
     at_least: int,
+    end_canary: bool,
     dry_run: bool,
 ) -> Answer:
     """Let a held batch go on, whatever holds it.
@@ -205,22 +207,26 @@ def resume(
 
         busload batch resume 0198c5d2-7f3a
         busload batch resume 0198c5d2-7f3a --budget 0.05 --at-least 100
+        busload batch resume 0198c5d2-7f3a --end-canary
     """
     if at_least and budget is None:
         raise click.UsageError("--at-least needs --budget: the budget stays as it is without it.")
     raised = None if budget is None else FailureBudget(budget, at_least)
     if dry_run:
         columns = None if raised is None else raised.columns(None)
-        waiting, again = bus.shard_of(domain).database.read(preview.of_resume(domain, batch_id, columns))
+        plan = preview.of_resume(domain, batch_id, columns, end_canary=end_canary)
+        waiting, again = bus.shard_of(domain).database.read(plan)
         what = f"let {counted(waiting.commands, 'command')} go on"
         if again is not None:
             what += f", as the batch would be held again at once ({again.rstrip('.')})"
         value = {"batch_id": batch_id, "domain": domain, "commands": waiting.commands}
         return would(what, **value, held_again=again is not None)
-    resumed = bus.resume_batch(domain, batch_id, operator=operator, budget=raised)
+    resumed = bus.resume_batch(domain, batch_id, operator=operator, budget=raised, end_canary=end_canary)
+    found = bus.get_batch(domain, batch_id)
     said = "Resumed." if resumed else "It was not held."
-    found = bus.get_batch(domain, batch_id) if resumed else None
-    held_again = found is not None and found.held_reason in ("BUDGET", "CANARY")
+    if not resumed and found is not None and found.canary_until is not None and found.canary_ended_at is None:
+        said += " Its canary runs: with --end-canary, what waits for it starts now."
+    held_again = resumed and found is not None and found.held_reason in ("BUDGET", "CANARY")
     if found is not None and held_again:
         said = f"Resumed, and held again at once by its {str(found.held_reason).lower()}: {found.held_note}"
     return Answer({"batch_id": batch_id, "domain": domain, "resumed": resumed, "held_again": held_again}, said)

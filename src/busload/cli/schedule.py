@@ -15,7 +15,7 @@ from busload.cli.output import paragraph, shown
 from busload.cli.text_table import View
 from busload.cli.worker import load_bus
 from busload.commands.wording import counted, span
-from busload.errors import InvalidOperationError
+from busload.errors import InvalidOperationError, ScheduleNotFoundError
 from busload.schedules.schedule import Fire, ScheduleMetadata
 from busload.sync.bus import SyncCommandBus
 
@@ -178,10 +178,11 @@ def history(bus: SyncCommandBus, name: str | None, limit: int) -> Answer:
     busload schedule history nightly-billing
     busload schedule history --json | jq -r '.[] | select(.skipped > 0)'
     """
-    found = bus.schedules.history(name, limit=limit)
-    if not found and name is not None:
-        _find(bus, name)
-    return HISTORY.list(found)
+    try:
+        return HISTORY.list(bus.schedules.history(name, limit=limit))
+    except ScheduleNotFoundError as error:
+        _find(bus, error.name)  # which names the likely one
+        raise
 
 
 @schedule.command()

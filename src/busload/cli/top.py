@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import click
 from rich.console import Console, Group
@@ -180,23 +181,27 @@ class Top:
         self._do(pause if seen is None else resume)
 
     def _retry(self, cause: Cause) -> None:
-        """Ask, with the number that would be retried now."""
-        domain, group = cause.domain, cause.group
+        """Ask, with the number that would be retried now. If more wait when the answer comes, ask again."""
+        domain, fingerprint = cause.domain, cause.group.fingerprint
+        nothing = f"Nothing waits for {fingerprint} in {domain} any more."
 
-        def retry() -> str:
-            action = self._bus.troubleshooting.retry_group(domain, group.fingerprint, operator=self._operator)
-            if action.count == 0:
-                return f"Nothing waits for {group.fingerprint} in {domain} any more."
-            return f"Batch {action.batch_id} retries {counted(action.count, 'command')} in {domain}."
-
-        def ask() -> str:
-            found = self._bus.troubleshooting.retry_group(domain, group.fingerprint, dry_run=True)
-            if found.count == 0:
-                return f"Nothing waits for {group.fingerprint} in {domain} any more."
-            text = f"Retry {counted(found.count, 'command')} in {domain} ({group.fingerprint})? y/n"
-            self._question = Question(text, retry)
+        def ask(seen: int | None = None) -> str:
+            count = self._bus.troubleshooting.retry_group(domain, fingerprint, dry_run=True).count
+            if count == 0:
+                return nothing
+            if seen is not None and count <= seen:
+                return retry()
+            more = "" if seen is None else "More wait now. "
+            text = f"{more}Retry {counted(count, 'command')} in {domain} ({fingerprint})? y/n"
+            self._question = Question(text, partial(ask, count))
             self._view.question = text
             return ""
+
+        def retry() -> str:
+            action = self._bus.troubleshooting.retry_group(domain, fingerprint, operator=self._operator)
+            if action.count == 0:
+                return nothing
+            return f"Batch {action.batch_id} retries {counted(action.count, 'command')} in {domain}."
 
         self._do(ask)
 

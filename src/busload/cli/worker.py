@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import logging
 import os
@@ -17,6 +18,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, ClassVar, NoReturn
 
 import click
@@ -240,6 +242,10 @@ def _imported(application: str) -> object:
     module_name, colon, path = application.partition(":")
     if not module_name or not colon or not path:
         raise _wrong(f"found {application!r}, wanted e.g. app:bus")
+    if module_name.startswith(".") or "/" in module_name or "\\" in module_name:
+        likely = _module_of(module_name)
+        hint = f". Did you mean '{likely}:{path}'?" if likely else "; start busload in the folder that has the module"
+        raise _wrong(f"found the path {module_name!r}, wanted a module as Python imports it, e.g. app:bus{hint}")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -258,6 +264,16 @@ def _imported(application: str) -> object:
             raise _wrong(f"{module_name!r} has no {path!r}.{did_you_mean(name, dir(found))}")
         found = getattr(found, name)
     return found
+
+
+def _module_of(path: str) -> str | None:
+    """The name by which Python imports the file of this path; None if it lies elsewhere than below this folder."""
+    here = Path.cwd()
+    file = Path(path.replace("\\", "/").removesuffix(".py")).expanduser()
+    below = Path(os.path.normpath(here / file))
+    if not below.is_relative_to(here):
+        return None
+    return ".".join(below.relative_to(here).parts).lstrip(".") or None
 
 
 def _unimportable(application: str, error: Exception) -> InvalidOperationError:
@@ -310,15 +326,19 @@ def _serve(worker: Worker, listening: socket.socket | None, *, supervised: bool)
     def code(number: int) -> int:
         return number + ASKED_TO_STOP if supervised and worker.asked_to_stop else number
 
-    told_to_stop = threading.Event()
+    # A second signal may come while the first is heard, in the same thread: an Event would wait for its own lock then.
+    told_to_stop: SimpleQueue[int] = SimpleQueue()
 
     def hear(count: int) -> None:
         worker.stop(hurry=count > 1)
-        told_to_stop.set()
+        told_to_stop.put(count)
 
     # Started here: a signal may come while this thread holds the lock that starting another thread needs.
     threading.Thread(target=_end_stuck, args=(worker, told_to_stop, code), name="busload-stuck", daemon=True).start()
     worker.on_asked_to_stop = partial(hear, 1)
+    # What was imported stays for good. A full collection would walk through it, and block the loop for 30 ms or more.
+    gc.collect()
+    gc.freeze()
     with Signals(hear, for_good=True):
         runner = asyncio.Runner()
         try:
@@ -336,9 +356,9 @@ def _serve(worker: Worker, listening: socket.socket | None, *, supervised: bool)
         raise click.exceptions.Exit(code(0))
 
 
-def _end_stuck(worker: Worker, told_to_stop: threading.Event, code: Callable[[int], int]) -> None:
+def _end_stuck(worker: Worker, told_to_stop: SimpleQueue[int], code: Callable[[int], int]) -> None:
     """End the process if the worker does not stop in time. Most likely a handler blocks the event loop then."""
-    told_to_stop.wait()
+    told_to_stop.get()
     time.sleep(_time_to_stop(worker.settings).total_seconds() - LEAVE_WITHIN / 2)
     log.critical("The worker could not stop: its event loop is blocked. The process ends now")
     worker.abandon()

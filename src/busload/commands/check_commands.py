@@ -31,7 +31,7 @@ from busload.commands.command import BatchCommand, NewCommand
 from busload.commands.data_type import DataTypes, fit_all, is_model, plain_model
 from busload.commands.dedup import Dedup
 from busload.commands.headers import encode_headers
-from busload.commands.ids import ascending_ids
+from busload.commands.ids import ascending_numbers
 from busload.commands.payload import PayloadRefusedError, encode
 from busload.errors import DuplicateCommandError, InvalidCommandError, Problem
 from busload.settings import InputLimits, PayloadLimits
@@ -60,7 +60,7 @@ def check_all(
     checked: list[NewCommand] = []
     chosen: list[UUID] = []
     elsewhere: dict[str, list[UUID]] = {}
-    fresh = ascending_ids()
+    fresh = ascending_numbers()
     for index, command in enumerate(commands):
         # A million may come, nearly all of them like this: asked in place, for the price of one call.
         plain = (
@@ -92,15 +92,11 @@ def check_all(
             checked.append(NewCommand(next(fresh), command.command_type, data))
             continue
         command_id, own = command.command_id, None if command.domain == domain else command.domain
-        if command_id is None:
-            command_id = next(fresh)
-        elif own is None:
-            chosen.append(command_id)
-        else:
-            elsewhere.setdefault(own, []).append(command_id)
+        if command_id is not None:
+            (chosen if own is None else elsewhere.setdefault(own, [])).append(command_id)
         checked.append(
             NewCommand(
-                command_id,
+                next(fresh) if command_id is None else command_id.int,
                 command.command_type,
                 data,
                 command.reply_to,

@@ -254,10 +254,11 @@ class NewCommand(msgspec.Struct, frozen=True, gc=False):
     """A `BatchCommand` that was checked: what goes into the table.
 
     A struct, because a million of them are made: it costs a third of a tuple with names, and leaves the garbage
-    collector, which would walk through all of them again and again, out of it.
+    collector, which would walk through all of them again and again, out of it. For the same reason the id is a number:
+    a million UUIDs would have the collector walk through the list of the caller as well.
     """
 
-    command_id: UUID
+    id_as_int: int
     command_type: str
     data: str
     reply_to: str | None = None
@@ -272,6 +273,10 @@ class NewCommand(msgspec.Struct, frozen=True, gc=False):
     expires_at: datetime | None = None
     headers: str | None = None
     delay: timedelta | None = None
+
+    @property
+    def command_id(self) -> UUID:
+        return UUID(int=self.id_as_int)
 
 
 def by_domain(domain: str, commands: Sequence[NewCommand]) -> dict[str, list[NewCommand]]:

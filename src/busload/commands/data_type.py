@@ -92,6 +92,9 @@ class FieldsType(DataType):
         return super().fitting({} if data is None else data)
 
 
+NO_JSON = (TypeError, UnicodeEncodeError, OverflowError, RecursionError)
+"""What reading a value raises that is not even JSON, such as a lone surrogate or a dict that contains itself."""
+
 DataTypes = Mapping[tuple[str, str], DataType]
 """The types that are known, by domain and command type."""
 
@@ -175,6 +178,8 @@ def _reader_of_msgspec(annotation: Any) -> Callable[[Any, str], Any]:
         except msgspec.ValidationError as error:
             message, _, where = str(error).partition(" - at `")
             problem = Problem(INVALID_DATA, _pointer(where), f"does not fit {name}: {message}")
+        except NO_JSON as error:
+            problem = Problem(INVALID_DATA, "/data", f"is no JSON: {error}")
         raise DataInvalidError([problem])
 
     return read
@@ -191,7 +196,7 @@ def _reader_of_pydantic(annotation: Any) -> Callable[[Any, str], Any]:
             return validate(to_json(data))
         except ValidationError as error:
             found = error.errors(include_url=False, include_context=False, include_input=False)
-        except (TypeError, UnicodeEncodeError, OverflowError, RecursionError) as error:
+        except NO_JSON as error:
             raise DataInvalidError([Problem(INVALID_DATA, "/data", f"is no JSON: {error}")]) from None
         paths = ["".join(f"/{step}" for step in ("data", *one["loc"])) for one in found]
         problems = [

@@ -24,17 +24,22 @@ def new_ids(number: int) -> list[UUID]:
 
 
 def ascending_ids() -> Iterator[UUID]:
-    """UUIDs of version 7 without end: one millisecond and, below it, one random start that is counted up."""
-    stamp = (time.time_ns() // 1_000_000) << 80
-    drawn = int.from_bytes(os.urandom(10))
-    # The lower 62 of the 74 free bits start below half of their range: counting up cannot reach the bits above them.
-    first = stamp | 0x7 << 76 | (drawn >> 68) << 64 | 0x2 << 62 | drawn & 0x1FFF_FFFF_FFFF_FFFF
-    for value in count(first):
+    """UUIDs of version 7 without end, in ascending order."""
+    for value in ascending_numbers():
         # What UUID(int=value) makes, at a third of the price: there is nothing to check about a value of ours.
         made = _make(UUID)
         _set_int(made, value)
         _set_is_safe(made, _UNKNOWN)
         yield made
+
+
+def ascending_numbers() -> Iterator[int]:
+    """The same as numbers: one millisecond and, below it, one random start that is counted up."""
+    stamp = (time.time_ns() // 1_000_000) << 80
+    drawn = int.from_bytes(os.urandom(10))
+    # The lower 62 of the 74 free bits start below half of their range: counting up cannot reach the bits above them.
+    first = stamp | 0x7 << 76 | (drawn >> 68) << 64 | 0x2 << 62 | drawn & 0x1FFF_FFFF_FFFF_FFFF
+    return count(first)
 
 
 _make, _UNKNOWN = object.__new__, SafeUUID.unknown

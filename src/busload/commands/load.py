@@ -244,7 +244,7 @@ def blocks(loads: Sequence[NewLoad], places: Sequence[Load], batch_id: UUID | No
                 end = shared + _text(command_type) + _text(task_key) + _uuid(correlation_id) + _text(reply_to)
                 end = ends[options] = end + _smallint(max_attempts) + _text(headers)
             data = command.data.encode()
-            row = _row(_COLUMNS, 8, id, 16, command.command_id.int.to_bytes(16), len(data)) + data + end
+            row = _row(_COLUMNS, 8, id, 16, command.id_as_int.to_bytes(16), len(data)) + data + end
             block.append(row)
             size += len(row)
             if size > BLOCK:

@@ -35,10 +35,10 @@ def reschedule(domain: str, command_id: UUID, run_at: datetime, *, operator: str
             continue
         batch_id, attempt, reason = parted
         if reason in ("HELD", "CANARY"):
-            why = "is held" if reason == "HELD" else "waits for its canary"
-            raise InvalidOperationError(
-                f"Command {command_id} belongs to batch {batch_id}, which {why}. Resume the batch instead."
-            )
+            why = "is held. Resume the batch instead"
+            if reason == "CANARY":
+                why = "waits for its canary. Let all of it go instead: resume_batch(..., end_canary=True)"
+            raise InvalidOperationError(f"Command {command_id} belongs to batch {batch_id}, which {why}.")
         yield from execute(
             SQL.reschedule, command=id, run_at=run_at, batch_id=batch_id, attempt=attempt, operator=operator
         )

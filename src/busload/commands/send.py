@@ -199,7 +199,7 @@ def write_many(
 
 def write_batch(batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedup | None = None) -> Write[Any]:
     """Create a batch with all its commands, which PostgreSQL delivers."""
-    ids = [command.command_id for command in commands]
+    ids = (command.command_id for command in commands)
     if dedup is not None:
         return patient(lambda: create_batch_once(batch, commands, dedup), batch.batch_id, ids)
     one_statement = batch.one_row and in_one_statement(commands) and not expiring(commands)

@@ -15,18 +15,26 @@ from busload.batches.guards import FailureBudget
 from busload.dashboard.problem import Problem, wrong_input
 
 Choice = TypeVar("Choice", bound=StrEnum)
-LONGEST = 500
-"""Characters of a filter."""
+LONGEST, LONGEST_KEY = 500, 512
+"""Characters of a filter, and of a task key."""
 FORM = "application/x-www-form-urlencoded"
 
 
 def text(request: Request, name: str) -> str | None:
     """A filter; None if it is empty or not there."""
-    found = request.query_params.get(name, "").strip()
-    if len(found) > LONGEST or "\0" in found:
+    return _checked(name, request.query_params.get(name, "").strip(), LONGEST)
+
+
+def key(request: Request, name: str) -> str | None:
+    """A task key: blanks around it are a part of it. None if it is empty or not there."""
+    return _checked(name, request.query_params.get(name, ""), LONGEST_KEY)
+
+
+def _checked(name: str, found: str, most: int) -> str | None:
+    if len(found) > most or "\0" in found:
         raise wrong_input(
             f"The filter {name} has {len(found)} characters, or one that PostgreSQL cannot hold.",
-            f"Use a text of up to {LONGEST} characters.",
+            f"Use a text of up to {most} characters.",
         )
     return found or None
 
@@ -69,8 +77,8 @@ def moment(request: Request, name: str) -> datetime | None:
         raise wrong_input(f"{name} is {found!r:.80}, which is no time.", "Use a time like 2030-01-31T08:00.") from None
 
 
-async def form(request: Request) -> Mapping[str, str]:
-    """The fields of a form that was sent."""
+async def form(request: Request, *, exact: str = "") -> Mapping[str, str]:
+    """The fields of a form that was sent, without the blanks around them; only the field `exact` is as it stands."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != FORM:
         raise Problem(415, "Not a form", f"The request has a body of type {kind or 'none'!r:.80}.", "Use the pages.")
@@ -78,7 +86,7 @@ async def form(request: Request) -> Mapping[str, str]:
         fields = parse_qsl((await request.body()).decode(), keep_blank_values=True, max_num_fields=100)
     except ValueError:
         raise wrong_input("The form cannot be read.", "Send it again from its page.") from None
-    return {name: value.strip() for name, value in fields}
+    return {name: value if name == exact else value.strip() for name, value in fields}
 
 
 def required(fields: Mapping[str, str], name: str) -> str:

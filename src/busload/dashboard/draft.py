@@ -39,6 +39,8 @@ FIELDS = (
 )
 OF_ITEM = ("type", "data", "task_key", "priority", "max_attempts")
 """What an item may say where the form names no type."""
+LINE_END = re.compile(r"\r\n|\r|\n")
+"""Not all that Python takes for the end of a line: JSON has some of those within its texts."""
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -154,7 +156,7 @@ def _json(text: str, limits: InputLimits) -> Iterator[Item]:
         found = _parsed(text, limits, "data")
         yield from (Item(f"Item {number}", value) for number, value in enumerate(found, 1))
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(LINE_END.split(text), 1):
         if line.strip():
             yield Item(f"Line {number}", _parsed(line, limits, f"Line {number}"))
 

@@ -28,7 +28,10 @@ LONGEST = 300.0
 """Seconds after which an export ends: a search may look at many commands, and find few."""
 FORMATS = {"csv": "text/csv; charset=utf-8", "json": "application/json"}
 PAYLOADS = frozenset(
-    ("data", "result", "headers", "custom_data", "details", "message", "last_error_message", "last_traceback")
+    (
+        *("data", "result", "headers", "custom_data", "details"),
+        *("message", "last_error_message", "last_traceback", "last_publish_error"),
+    )
 )
 """Fields that are left out for people who may not see payloads; for others, keys in them are masked."""
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")

@@ -29,6 +29,12 @@ from busload.shards.databases import place
 MASKED = "••••••"
 DATABASE = "busload_database"
 """The cookie that keeps which database of several a browser has chosen."""
+ALL = "all"
+SHOWN = "X-Busload-Database"
+"""By this header, and by the cookie's name in the address of its stream, an open page says which database it shows.
+
+Another window of the browser may have chosen another one since then, where the same numbers mean other workers.
+"""
 MOST_NODES, MOST_DEPTH = 2000, 50
 """How many values of one payload are drawn, and how deep; the copy has all of them."""
 TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "txt": "text/plain"}
@@ -63,14 +69,15 @@ def dashboard_of(request: Request) -> Dashboard:
 
 
 def bus_of(request: Request) -> CommandBus:
-    """The bus, or that of the database which this browser has chosen among several."""
+    """The bus, or that of the one database of several that the page shows."""
     bus, chosen = dashboard_of(request).bus, chosen_database(request)
     return bus if chosen is None else bus.shards[chosen]
 
 
 def chosen_database(request: Request) -> int | None:
-    """The number of the database that this browser has chosen among those of the bus; None if it sees all of them."""
-    text, shards = request.cookies.get(DATABASE, ""), dashboard_of(request).bus.shards
+    """The number of the database that the page shows, or that a new page would show; None if it is all of them."""
+    shown = request.headers.get(SHOWN) or request.query_params.get(DATABASE)
+    text, shards = shown or request.cookies.get(DATABASE, ""), dashboard_of(request).bus.shards
     if len(shards) == 1 or not (text.isascii() and text.isdecimal() and len(text) < 4 and int(text) < len(shards)):
         return None
     return int(text)
@@ -122,6 +129,9 @@ def render(
     def address(name: str, /, query: Mapping[str, Any] | None = None, **params: object) -> str:
         return url(request, name, query, **params)
 
+    database = chosen_database(request)
+    shown = ALL if database is None else str(database)
+    stream = [request.url.query, urlencode({DATABASE: shown}) if dashboard.databases else ""]
     page = {
         "title": title,
         "site": dashboard.title,
@@ -129,12 +139,14 @@ def render(
         "operates": principal is not None and principal.may(Permission.OPERATE),
         "navigation": dashboard.navigation if principal else [],
         "databases": dashboard.databases if principal else [],
-        "database": chosen_database(request),
+        "database": database,
+        "sends": {"X-Busload": "1"} | ({SHOWN: shown} if dashboard.databases else {}),
         "here": page_of(request),
         "url": address,
         "static": lambda name: f"{request.scope.get('root_path', '')}/static/{assets()[name].digest}/{name}",
         "values": live or {},
         "live": live is not None,
+        "stream": "&".join(filter(None, stream)),
         "asked": request.url.query,
         "cli": None,
         "shell": cli,

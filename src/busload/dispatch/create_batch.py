@@ -91,7 +91,7 @@ def published_by(
 
 def write_for_relay(batch: NewBatch, commands: Sequence[NewCommand], dedup: Dedup | None, via: Via) -> Write[Any]:
     """Create a batch in one transaction. A relay publishes the batch afterwards."""
-    ids = [command.command_id for command in commands]
+    ids = (command.command_id for command in commands)
     create = partial(creation_state.create, via=via)
     if dedup is not None:
         return patient(lambda: send.create_batch_once(batch, commands, dedup, create), batch.batch_id, ids)
@@ -354,7 +354,7 @@ class Creation(CreationRecord):
         batch_id, count = self.batch.batch_id, counted(len(commands), "command")
         log.debug("Batch %s: writing %s", batch_id, count)
         with self.timing("insert_ms"):
-            written = await self.database.write(Write(plan, batch_id, [command.command_id for command in commands]))
+            written = await self.database.write(Write(plan, batch_id, (command.command_id for command in commands)))
         log.debug("Batch %s: wrote %s", batch_id, count)
         return written
 

@@ -354,7 +354,10 @@ def _not_due(facts: Facts, waiting: Waiting) -> Reason:
             code, canary = Blocker.CANARY, facts.canary
             whose = "its" if count == 1 else "their"
             message = f"{are(count)} waiting for the canary of {whose} batch: {progress_of_canary(facts)}."
-            advice = "Nothing to do: when all of these have completed, the others are let go."
+            advice = (
+                "Nothing to do: when all of these have completed, the others are let go. Or let them go now: "
+                f"`busload batch resume {facts.batch_id} --end-canary`."
+            )
             details = {"canary": canary.size, "completed": canary.completed, "until": canary.until}
         case "HELD":
             code = Blocker.HELD

@@ -73,15 +73,21 @@ def overview() -> Plan[Overview]:
 
 
 class Rates:
-    """Makes rates of counts that only grow, over the last seconds."""
+    """Makes rates of counts that only grow, over the last seconds.
 
-    def __init__(self) -> None:
+    After a `gap` in which nobody has looked they begin again: a rate since then would be an average of the past.
+    """
+
+    def __init__(self, gap: timedelta = timedelta.max) -> None:
+        self._gap = gap
         self._seen: deque[Overview] = deque()
 
     def of(self, now: Overview) -> tuple[float, float] | None:
-        """Commands sent and attempts ended per second; None if nobody looked before."""
-        if self._seen and (now.sent < self._seen[-1].sent or now.attempts < self._seen[-1].attempts):
-            self._seen.clear()  # PostgreSQL has begun to count again
+        """Commands sent and attempts ended per second; None if nobody looked before, or not for long."""
+        last = self._seen[-1] if self._seen else now
+        counts_anew = now.sent < last.sent or now.attempts < last.attempts
+        if counts_anew or now.at - last.at > self._gap:
+            self._seen.clear()
         if not self._seen or now.at > self._seen[-1].at:
             self._seen.append(now)
         while len(self._seen) > 2 and now.at - self._seen[1].at >= WINDOW:

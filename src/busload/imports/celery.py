@@ -32,6 +32,10 @@ PROTOCOL = frozenset(
 """Headers of a message that Celery makes. All others are of the sender."""
 
 
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading a message raises that Celery has not written, or that came to harm. It stays; others are imported."""
+
+
 def command_of_task(headers: Mapping[str, Any], args: Any, kwargs: Any, *, priority: int = 0) -> BatchCommand:
     """The command that a task becomes, by the headers of its message. `args` and `kwargs` are JSON.
 
@@ -103,15 +107,17 @@ class Celery:
             envelope = json.loads(message)
             headers, properties = envelope["headers"], envelope["properties"]
             source_id, name = str(headers["id"]), str(headers["task"])
-        except (ValueError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             return WaitingTask("?", queue, "?", None, f"It is no message of Celery 4 or later: {error!r}.", message)
-        problem, args, kwargs = self._body(envelope, properties, headers)
-        if problem is not None:
-            return WaitingTask(source_id, queue, name, None, problem, message)
         try:
+            problem, args, kwargs = self._body(envelope, properties, headers)
+            if problem is not None:
+                return WaitingTask(source_id, queue, name, None, problem, message)
             command = command_of_task(headers, args, kwargs, priority=-int(properties.get("priority") or 0))
         except PayloadRefusedError as refused:
             return WaitingTask(source_id, queue, name, None, f"Its headers cannot be stored: {refused}", message)
+        except UNREADABLE as error:
+            return WaitingTask(source_id, queue, name, None, f"Its message cannot be read: {error!r}.", message)
         return WaitingTask(source_id, queue, name, command, handle=message)
 
     def _body(self, envelope: Any, properties: Any, headers: Any) -> tuple[str | None, Any, Any]:

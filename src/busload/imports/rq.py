@@ -103,16 +103,10 @@ class Rq:
         try:
             name, data = self._call(fields)
             self._refuse_links(fields, dependents)
+            run_at, expires_at = _times(due, fields, ttl_ms)
         except ValueError as refused:
             return WaitingTask(source_id, queue, name, None, str(refused), id)
-        run_at = None if due is None else datetime.fromtimestamp(due, UTC)
-        command = BatchCommand(
-            name,
-            _command_id(source_id, fields),
-            data,
-            run_at=run_at,
-            expires_at=_expires_at(run_at, fields, ttl_ms),
-        )
+        command = BatchCommand(name, _command_id(source_id, fields), data, run_at=run_at, expires_at=expires_at)
         return WaitingTask(source_id, queue, name, command, handle=id)
 
     def _call(self, fields: Mapping[str, bytes]) -> tuple[str, Any]:
@@ -186,6 +180,15 @@ def _command_id(source_id: str, fields: Mapping[str, bytes]) -> UUID:
         return UUID(source_id)
     except ValueError:
         return command_id_of(Rq.name, f"{source_id}:{fields.get('created_at', b'').decode()}")
+
+
+def _times(due: float | None, fields: Mapping[str, bytes], ttl_ms: int) -> tuple[datetime | None, datetime | None]:
+    """When a job may run, and when it expires; raises ValueError with the reason if that is no time."""
+    try:
+        run_at = None if due is None else datetime.fromtimestamp(due, UTC)
+        return run_at, _expires_at(run_at, fields, ttl_ms)
+    except (ValueError, OverflowError, OSError) as error:
+        raise ValueError(f"The time for which it is scheduled, or its ttl, cannot be read: {error}.") from error
 
 
 def _expires_at(run_at: datetime | None, fields: Mapping[str, bytes], ttl_ms: int) -> datetime | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import UUID, uuid5
 
+from busload.commands.check_commands import check_all
 from busload.commands.command import BatchCommand
 from busload.errors import DuplicateCommandError, InvalidCommandError
 from busload.postgres.connection import Connection
@@ -103,7 +104,7 @@ def take_over(bus: SyncCommandBus, source: Source, *, domain: str | None = None,
             report.found += len(opened.tasks)
             good = [task for task in opened.tasks if task.command is not None]
             report.skipped += [_skipped(task, task.problem or "") for task in opened.tasks if task.command is None]
-            sent = good if dry_run else _send(bus, good, domain, opened.conn, report)
+            sent = _sendable(bus, good, domain, report) if dry_run else _send(bus, good, domain, opened.conn, report)
             if not dry_run and sent:
                 report.taken_meanwhile += len(sent) - opened.remove(sent)
             report.imported += len(sent)
@@ -132,6 +133,21 @@ def _send(
         except (DuplicateCommandError, InvalidCommandError):
             sent += [task for task in those if _send_one(bus, name, task, conn, report)]
     return sent
+
+
+def _sendable(
+    bus: SyncCommandBus, tasks: Sequence[WaitingTask], domain: str | None, report: Report
+) -> list[WaitingTask]:
+    """The tasks whose commands would not be refused; nothing is sent."""
+    good: list[WaitingTask] = []
+    for task in tasks:
+        try:
+            check_all(domain or task.queue, [_command(task)], bus.settings.limits, bus.data_types)
+        except InvalidCommandError as refused:
+            report.skipped.append(_skipped(task, str(refused)))
+        else:
+            good.append(task)
+    return good
 
 
 def _send_one(bus: SyncCommandBus, domain: str, task: WaitingTask, conn: Connection | None, report: Report) -> bool:

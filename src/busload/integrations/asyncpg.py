@@ -16,7 +16,7 @@ from psycopg.pq import DiagnosticField as Field
 from busload.errors import InvalidOperationError
 from busload.integrations.other_driver import CLOSED, FAILED, error_of_server, numbered
 from busload.postgres.connection import refuse_version
-from busload.postgres.plan import Copy, Plan, Savepoint, Script, Statement, Step
+from busload.postgres.plan import IN_UTF8, Copy, Plan, Savepoint, Script, Statement, Step, other_encoding
 
 T = TypeVar("T")
 
@@ -101,7 +101,12 @@ class AsyncpgConnection:
             case Script(sql):
                 await self._conn.execute(sql.decode())
             case Copy(sql, blocks):
+                back = other_encoding(getattr(self._conn.get_settings(), "client_encoding", None))
+                if back:
+                    await self._conn.execute(IN_UTF8.decode())
                 await self._copy(sql, blocks)
+                if back:
+                    await self._conn.execute(back.decode())
         return []
 
     async def _in_savepoint(self, plan: Plan[T]) -> T:

@@ -17,7 +17,7 @@ from psycopg2 import extensions
 from busload.errors import InvalidOperationError
 from busload.integrations.other_driver import CLOSED, FAILED, PARAMETER, as_list, as_text, error_of_server
 from busload.postgres.connection import refuse_version
-from busload.postgres.plan import Copy, Plan, Savepoint, Script, Statement, Step
+from busload.postgres.plan import IN_UTF8, Copy, Plan, Savepoint, Script, Statement, Step, other_encoding
 
 T = TypeVar("T")
 
@@ -97,8 +97,13 @@ class Psycopg2Connection:
             case Script(sql):
                 self._execute(sql.decode(), None)
             case Copy(sql, blocks):
+                back = other_encoding(self._conn.get_parameter_status("client_encoding"))
                 with self._cursor() as cursor:
+                    if back:
+                        cursor.execute(IN_UTF8)
                     cursor.copy_expert(sql.decode(), _Reader(iter(blocks)))
+                    if back:
+                        cursor.execute(back)
         return []
 
     def _in_savepoint(self, plan: Plan[T]) -> T:

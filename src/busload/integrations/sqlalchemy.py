@@ -46,6 +46,11 @@ def join_in_threads(conn: object) -> SyncJoined | None:
         return driver
     if type(driver).__module__.startswith("psycopg2."):
         return underneath_in_threads(driver)
+    if isinstance(driver, psycopg.AsyncConnection) or type(driver).__module__.startswith("asyncpg."):
+        raise InvalidOperationError(
+            f"The session given as conn belongs to an async engine, with {kind_of(driver)} underneath, as in run_sync. "
+            "Give its AsyncSession or AsyncConnection to the async bus, CommandBus, outside of run_sync."
+        )
     raise _strange(driver, "psycopg or psycopg2")
 
 

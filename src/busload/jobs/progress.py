@@ -414,7 +414,7 @@ def _keep(jobs: Sequence[NewJob]) -> Plan[None]:
 def _send_planner(job: HeldJob, stage: StageRow) -> Plan[str]:
     yield from execute(SQL.arrive, job_id=job.job_id, position=stage.position, status=StageStatus.PLANNING.value)
     data = encode(_step(stage), WIDEST)
-    planner = NewCommand(stage.plan_id, PLAN + stage.name, data, priority=PRIORITY, headers=job.headers)
+    planner = NewCommand(stage.plan_id.int, PLAN + stage.name, data, priority=PRIORITY, headers=job.headers)
     yield from send.send_many(job.domain, [planner])
     return JobStatus.IN_PROGRESS.value
 
@@ -429,7 +429,8 @@ def _send_callback(job: HeldJob, on_complete: str) -> Plan[None]:
     callback = decode(on_complete)
     data = encode(callback["data"] | {"job": summary(found)}, WIDEST)
     headers = encode_headers((decode_headers(job.headers) or {}) | (callback.get("headers") or {}))
-    command = msgspec.convert(callback | {"data": data, "run_at": None, "headers": headers}, NewCommand)
+    row = callback | {"id_as_int": UUID(callback["command_id"]).int, "data": data, "headers": headers}
+    command = msgspec.convert(row, NewCommand)
     try:
         yield from send.send_many(job.domain, [command])
     except DuplicateCommandError:  # somebody used the id meanwhile: no reason to hold the job up

@@ -8,10 +8,11 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import date, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
-from math import exp
+from math import exp, isfinite
 from typing import Any
 from uuid import UUID
 
@@ -118,8 +119,23 @@ def key_text(found: object) -> str | None:
     if type(found) is int and -(2**63) <= found < 2**63:  # the most frequent one
         return str(found)
     value = found.value if isinstance(found, enum.Enum) else found
-    text = str(value) if isinstance(value, str | int | float | Decimal | UUID | date | datetime) else None
-    return None if text is None or (text and wrong_text(text, "by", KEY_BYTES)) else text
+    if not isinstance(value, str | int | float | Decimal | UUID | date | datetime):
+        return None
+    try:
+        text = str(_alike(value))
+    except ValueError:  # an int of thousands of digits, or a signaling NaN
+        return None
+    return None if text and wrong_text(text, "by", KEY_BYTES) else text
+
+
+def _alike(value: object) -> object:
+    """Values that are equal are one key: 7, 7.0 and Decimal("7.00"), or one moment in two time zones."""
+    if isinstance(value, float | Decimal) and isfinite(value) and -(2**63) <= value <= 2**63:
+        return int(value) if value == int(value) else value.normalize() if isinstance(value, Decimal) else value
+    if isinstance(value, datetime) and value.tzinfo is not None:
+        with suppress(OverflowError):  # the first and the last hours that a datetime can have
+            return value.astimezone(UTC)
+    return value
 
 
 def is_async(function: Callable[..., Any]) -> bool:

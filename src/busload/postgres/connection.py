@@ -114,5 +114,5 @@ def refuse_version(version: int, encoding: str | None) -> None:
 
 
 def complete(dsn: str) -> str:
-    """The DSN with our parameters, unless it sets them itself."""
-    return make_conninfo(**{**PARAMETERS, **read(dsn)})
+    """The DSN with our parameters, unless it sets them itself. The encoding is always ours: a COPY is made of bytes."""
+    return make_conninfo(**{**PARAMETERS, **read(dsn), "client_encoding": "UTF8"})

@@ -9,12 +9,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
+import psycopg.errors as pg
 
 from busload.errors import (
+    DatabaseReadOnlyError,
     DatabaseUnavailableError,
     InvalidOperationError,
     LockWaitTimeoutError,
     OutcomeUnknownError,
+    SchemaOutdatedError,
     nothing_written,
 )
 from busload.postgres import callers_connection, waiting
@@ -27,7 +30,7 @@ from busload.postgres.plan import Plan, Savepoint, Statement, perform_async, wit
 from busload.postgres.pool import AsyncPool, async_pool
 from busload.postgres.schema import migrate
 from busload.postgres.schema.migrate import Migration
-from busload.postgres.write import Write, lock_holders
+from busload.postgres.write import Write, joined_database, lock_holders
 from busload.settings import Settings
 from busload.telemetry.find import find_telemetry
 
@@ -260,15 +263,18 @@ async def _commit(conn: AsyncConnection, write: Write[T]) -> T:
     except psycopg.Error as error:
         if write.goes_on:
             raise
-        raise _failure(write, error, committing=committing) from error
+        raise _failure(write, error, conn.info, committing=committing) from error
 
 
-def _failure(write: Write[Any], error: psycopg.Error, *, committing: bool) -> Exception:
+def _failure(write: Write[Any], error: psycopg.Error, on: psycopg.ConnectionInfo, *, committing: bool) -> Exception:
     """What a caller has to know about a transaction that failed: whether it may have been committed."""
+    if isinstance(error, pg.ReadOnlySqlTransaction):
+        standby = on.parameter_status("in_hot_standby") == "on"
+        return DatabaseReadOnlyError(on.dbname, standby=standby, joined=False)
     if not _connection_lost(error):
         return nothing_written(error)
     if committing:
-        return OutcomeUnknownError(batch_id=write.batch_id, command_ids=write.command_ids, job_id=write.job_id)
+        return OutcomeUnknownError(batch_id=write.batch_id, command_ids=list(write.command_ids), job_id=write.job_id)
     why = " ".join(str(error).split())
     return DatabaseUnavailableError(f"The connection broke before the commit, so nothing was written: {why}")
 
@@ -283,5 +289,34 @@ def _connection_lost(error: psycopg.Error) -> bool:
 def _joined(plan: Plan[T], *, begin: bool) -> Plan[T]:
     if begin:
         yield BEGIN
-    result: T = yield Savepoint(within_transaction(plan), begins=True)
+    try:
+        result: T = yield Savepoint(within_transaction(plan), begins=True)
+    except _ABOUT_THE_DATABASE as error:
+        refused = yield Savepoint(_refusal(error), begins=True)
+        if refused is None:
+            raise
+        raise refused from error
     return result
+
+
+_ABOUT_THE_DATABASE = (
+    SchemaOutdatedError,
+    pg.ReadOnlySqlTransaction,
+    pg.UndefinedTable,
+    pg.UndefinedColumn,
+    pg.UndefinedFunction,
+    pg.InvalidSchemaName,
+)
+"""What another database than that of the bus raises, which a caller may have joined."""
+
+
+def _refusal(error: Exception) -> Plan[Exception | None]:
+    """What is wrong with the database that a call has joined; None if the error is about something else."""
+    database, standby = yield from joined_database()
+    if isinstance(error, pg.ReadOnlySqlTransaction):
+        return DatabaseReadOnlyError(database, standby=standby, joined=True)
+    try:
+        yield from migrate.check()
+    except SchemaOutdatedError as outdated:
+        return SchemaOutdatedError(found=outdated.found, needed=outdated.needed, database=database)
+    return None

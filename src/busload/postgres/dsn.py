@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import Conninfo
 
 from busload.errors import DatabaseUnusableError
@@ -44,6 +44,14 @@ def place(dsn: str) -> str:
     host = found.get("host") or found.get("hostaddr") or defaults["host"] or "the local socket"
     database = found.get("dbname") or defaults["dbname"] or "the default database"
     return f"{database} at {host}, port {found.get('port') or defaults['port']}"
+
+
+def without_password(dsn: str) -> str:
+    """The DSN as it may be shown: without the passwords that it holds, and otherwise as it was given."""
+    found = read(dsn)
+    secret = {one.keyword.decode() for one in Conninfo.get_defaults() if one.dispchar == b"*"}
+    kept = {name: value for name, value in found.items() if name not in secret}
+    return dsn if kept == found else make_conninfo(**kept) or "postgresql://"
 
 
 def _nonsense(found: dict[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Generator
+from types import TracebackType
 from typing import Any, TypeVar
 
 import psycopg
@@ -107,6 +108,16 @@ class OwnAsyncConnection(psycopg.AsyncConnection[Any]):
     def belong_to(self, pool: Any) -> None:
         """Say which pool it belongs to: psycopg then leaves it open at the end of `with`."""
         self._pool = pool
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it also if the COMMIT or ROLLBACK at the end is interrupted: psycopg would leave it open."""
+        try:
+            await super().__aexit__(kind, error, trace)
+        finally:
+            if getattr(self, "_pool", None) is None:
+                await self.close()
 
     async def wait(self, gen: Generator[Any, Any, T], interval: float = 0.1, timeout: float | None = None) -> T:
         silent = 0.0

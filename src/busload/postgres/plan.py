@@ -72,6 +72,15 @@ Step: TypeAlias = Statement | Script | Copy | Savepoint
 Plan: TypeAlias = Generator[Step, Any, T]
 
 
+IN_UTF8 = b"SET LOCAL client_encoding = 'UTF8'"
+"""For a COPY, whose blocks are UTF-8. If the COPY fails, the end of its savepoint or transaction takes it back."""
+
+
+def other_encoding(found: str | None) -> bytes | None:
+    """The statement that brings back the encoding of a caller's connection, if it is another one than UTF-8."""
+    return None if found in (None, "UTF8") else f"SET LOCAL client_encoding = '{found}'".encode()
+
+
 def execute(sql: bytes, **params: Any) -> Plan[list[Row]]:
     rows: list[Row] = yield Statement(sql, params)
     return rows
@@ -154,6 +163,9 @@ async def _answer(conn: psycopg.AsyncConnection[Any], step: Step) -> Any:
         cursor.format = Format.BINARY
         if isinstance(step, Copy):
             unsent = 0
+            back = other_encoding(conn.info.parameter_status("client_encoding"))
+            if back:
+                await cursor.execute(IN_UTF8)
             async with cursor.copy(step.sql) as copy:
                 for block in step.blocks:
                     await copy.write(block)
@@ -161,6 +173,8 @@ async def _answer(conn: psycopg.AsyncConnection[Any], step: Step) -> Any:
                     if unsent > MOST_UNSENT:
                         await conn.wait(_flush(conn.pgconn))
                         unsent = 0
+            if back:
+                await cursor.execute(back)
             return []
         if not step.binary:
             cursor.format = Format.TEXT

@@ -8,7 +8,8 @@ file makes the fragments of another file known.
 from __future__ import annotations
 
 import re
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, cached_property
 from importlib.resources import files
 
 LONGEST = 4096
@@ -16,22 +17,38 @@ LONGEST = 4096
 
 
 class Statements:
-    """The statements of one file, as attributes."""
+    """The statements of one file, as attributes.
+
+    The file is read at once, so that a process keeps its statements while another release is installed. They are made
+    from its text at the first use: most processes, such as a command of the command line, use few files.
+    """
 
     def __init__(self, module: str) -> None:
         folder, _, self.subject = module.rpartition(".")
-        text = files(folder).joinpath(f"{self.subject}.sql").read_text(encoding="utf-8")
-        self.by_name: dict[str, bytes] = {}
-        self.fragments: dict[str, str] = {}
-        for other in re.findall(r"^-- fragments of: (\S+)$", text, flags=re.MULTILINE):
-            self.fragments |= statements(other).fragments
-        _, *parts = re.split(r"^-- (name|fragment): (\w+)\n", text, flags=re.MULTILINE)
+        self._text = files(folder).joinpath(f"{self.subject}.sql").read_text(encoding="utf-8")
+
+    @cached_property
+    def by_name(self) -> dict[str, bytes]:
+        return self._made[0]
+
+    @property
+    def fragments(self) -> dict[str, str]:
+        return self._made[1]
+
+    @cached_property
+    def _made(self) -> tuple[dict[str, bytes], dict[str, str]]:
+        by_name: dict[str, bytes] = {}
+        fragments: dict[str, str] = {}
+        for other in re.findall(r"^-- fragments of: (\S+)$", self._text, flags=re.MULTILINE):
+            fragments |= statements(other).fragments
+        _, *parts = re.split(r"^-- (name|fragment): (\w+)\n", self._text, flags=re.MULTILINE)
         for kind, name, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-            whole = self._expanded(_in_one_line(body))
+            whole = _expanded(_in_one_line(body), fragments)
             if kind == "fragment":
-                self.fragments[name] = whole
+                fragments[name] = whole
             else:
-                self.by_name[name] = _shortened(_qualified(whole)).encode()
+                by_name[name] = _shortened(_qualified(whole)).encode()
+        return by_name, fragments
 
     def __getattr__(self, name: str) -> bytes:
         try:
@@ -39,9 +56,10 @@ class Statements:
         except KeyError:
             raise AttributeError(f"{self.subject}.sql has no statement named {name!r}") from None
 
-    def _expanded(self, statement: str) -> str:
-        """The statement with its fragments. Other names in braces stay: buffers fill in those of their own table."""
-        return re.sub(r"\{(\w+)\}", lambda found: self.fragments.get(found[1], found[0]), statement)
+
+def _expanded(statement: str, fragments: Mapping[str, str]) -> str:
+    """The statement with its fragments. Other names in braces stay: buffers fill in those of their own table."""
+    return re.sub(r"\{(\w+)\}", lambda found: fragments.get(found[1], found[0]), statement)
 
 
 def _in_one_line(statement: str) -> str:

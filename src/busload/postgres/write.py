@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 from busload.errors import LockHolder
-from busload.postgres.plan import Plan, execute, many
+from busload.postgres.plan import Plan, Row, execute, many
 from busload.postgres.statements import statements
 
 T = TypeVar("T")
@@ -30,7 +30,8 @@ class Write(Generic[T]):
 
     plan: Plan[T]
     batch_id: UUID | None = None
-    command_ids: Sequence[UUID] = ()
+    command_ids: Iterable[UUID] = ()
+    """Read once, and only if the outcome is unknown."""
     one_statement: bool = False
     job_id: UUID | None = None
     again: Callable[[], Plan[T]] | None = None
@@ -41,7 +42,7 @@ class Write(Generic[T]):
 def patient(
     plan: Callable[[], Plan[T]],
     batch_id: UUID | None = None,
-    command_ids: Sequence[UUID] = (),
+    command_ids: Iterable[UUID] = (),
     job_id: UUID | None = None,
 ) -> Write[T]:
     """Several statements, one of which may have to wait for the transaction of somebody else."""
@@ -69,3 +70,8 @@ def hurried(plan: Plan[T], patience: int = PATIENCE) -> Plan[T]:
 def lock_holders(waited: timedelta) -> Plan[list[LockHolder]]:
     """Who may hold the lock that was waited for so long: transactions that are as old and have written."""
     return many(LockHolder, SQL.lock_holders, waited=waited)
+
+
+def joined_database() -> Plan[Row]:
+    """The name of the database that a call has joined, and whether its server is a standby."""
+    return only(execute(SQL.joined_database))

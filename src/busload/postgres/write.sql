@@ -15,3 +15,7 @@ SELECT a.pid, a.application_name, a.state, a.xact_start
                   AND l.relation >= 16384::oid)
    AND NOT EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE l.pid = a.pid AND NOT l.granted)
  ORDER BY a.xact_start LIMIT 3;
+
+-- name: joined_database
+-- Which database a call has joined that was refused there, and whether its server is a standby.
+SELECT current_database()::text, pg_is_in_recovery();

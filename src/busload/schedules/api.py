@@ -142,7 +142,10 @@ class Schedules:
         """What a schedule has fired and skipped, newest first, at most `limit` rows; of all schedules without `name`.
 
         Each says which command was sent, how late, and how far the command has come. Rows are kept as long as commands
-        are: see `prune`.
+        are: see `prune`. A name that nothing was fired by, and that is no schedule, raises `ScheduleNotFoundError`.
         """
         check(self._limits, writes=False, **given(name=name), limit=limit)
-        return await self._database.read(operate.history(name, limit=limit))
+        found = await self._database.read(operate.history(name, limit=limit))
+        if name is not None and not found and await self.get(name) is None:
+            raise ScheduleNotFoundError(name)
+        return found

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import wraps
 from typing import Any, Unpack
 
@@ -42,6 +42,9 @@ from busload.settings import InputLimits
 from busload.sync.planned import plan_batch as plan_batch_in_thread
 
 log = logging.getLogger("busload")
+
+LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
+"""Schedules that were due since then may be declared: an application whose schedule has ended starts as before."""
 
 SQL = statements(__name__)
 
@@ -156,6 +159,7 @@ def schedule(name: str, options: ScheduleOptions, limits: InputLimits, types: Da
         timezone=options.get("timezone", "UTC"),
         starts_at=options.get("starts_at"),
         ends_at=options.get("ends_at"),
+        now=LONG_AGO,
     )
     if planner is not None:
         command = BatchCommand(DUE + name)
@@ -204,6 +208,9 @@ def declare(schedules: Sequence[Schedule], *, newest: bool = False) -> Plan[list
         "next_due_ats": [one.rule.next(now) for one in changed],
         "release": release,
     }
+    for one in changed:
+        if one.rule.next(now) is None:
+            log.warning("The schedule %r has ended: nothing is due after %s", one.name, one.rule.ends_at)
     rows = yield from execute(SQL.declare, **columns)
     domains = {one.name: one.domain for one in changed}
     for name, before, _ in rows:

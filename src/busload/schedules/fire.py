@@ -80,7 +80,7 @@ class DueSchedule:
         what = self.what()
         headers = {SCHEDULE_HEADER: self.name, DUE_HEADER: due_at.astimezone(UTC).isoformat()}
         return NewCommand(
-            command_id,
+            command_id.int,
             what.command_type,
             bytes(what.data).decode(),
             what.reply_to,

@@ -162,19 +162,26 @@ class ShardedAudit(Audit):
     ) -> ActionPage:
         """What operators did in a domain or, without one, in all databases, newest first, at most `limit` actions."""
         about: dict[str, Any] = {"operator": operator, "action": action, "since": since, "until": until, "limit": limit}
+        shards = self._bus.shards
         if domain is not None:
-            found: ActionPage = await self._bus.shard_of(domain).audit.list(domain, after=after, **about)
-            return found
+            home = self._bus.shard_of(domain)
+            found: ActionPage = await home.audit.list(domain, after=after, **about)
+            return found._replace(actions=_numbered(found.actions, shards.index(home), len(shards)))
         pages: builtins.list[merge.Page[Action]] = []
-        for shard, begin in zip(self._bus.shards, merge.parts_of(after, len(self._bus.shards)), strict=True):
+        for at, (shard, begin) in enumerate(zip(shards, merge.parts_of(after, len(shards)), strict=True)):
             page = ActionPage([], None)
             if begin != merge.END:
                 with named(shard):
                     page = await shard.audit.list(after=begin or None, **about)
             cursors = [str(Cursor(one.first or one.at, one.event)) for one in page.actions]
-            pages.append(merge.Page(page.actions, cursors, begin, page.next))
+            pages.append(merge.Page(_numbered(page.actions, at, len(shards)), cursors, begin, page.next))
         actions, next = merge.joined(pages, lambda one: one.at, limit)
         return ActionPage(actions, next)
+
+
+def _numbered(actions: Sequence[Action], at: int, databases: int) -> builtins.list[Action]:
+    """Actions with the numbers of workers as `ShardedWorkers` knows them."""
+    return [one if one.worker is None else replace(one, worker=one.worker * databases + at) for one in actions]
 
 
 class ShardedBuffers(Buffers):
@@ -354,7 +361,9 @@ class ShardedSchedules(Schedules):
 
         At most `limit` rows.
         """
-        found = await self._bus.each(lambda shard: shard.schedules.history(name, limit=limit))
+        found = await self._bus.each(lambda shard: _fires(shard, name, limit))
+        if name is not None and not any(found) and await self.get(name) is None:
+            raise ScheduleNotFoundError(name)
         return merge.newest(found, "fired_at", limit=limit)
 
     async def _home(self, name: str) -> Any:
@@ -444,3 +453,12 @@ class ShardedOutbox(Outbox):
         if domain is None:
             return await self._bus.each(ask)
         return [await ask(self._bus.shard_of(domain))]
+
+
+async def _fires(shard: Any, name: str | None, limit: int) -> builtins.list[Fire]:
+    """What a schedule has fired in one database, which need not be the one that has the schedule."""
+    try:
+        fires: builtins.list[Fire] = await shard.schedules.history(name, limit=limit)
+    except ScheduleNotFoundError:
+        return []
+    return fires

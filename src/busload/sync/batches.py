@@ -22,7 +22,7 @@ from busload.batches.batch import (
 from busload.batches.guards import FailureBudget
 from busload.batches.reprioritize import reprioritize
 from busload.commands import search
-from busload.commands.checks import check, choice, given, refuse, wrong, wrong_time
+from busload.commands.checks import FLAG, check, choice, given, refuse, wrong, wrong_time
 from busload.commands.command import CommandMetadata, CommandStatus, CommandStatusName
 from busload.commands.data_type import DataTypes
 from busload.commands.ids import JobId
@@ -139,17 +139,20 @@ class BatchVerbs(ABC):
         *,
         operator: str | None = None,
         budget: FailureBudget | None = None,
+        end_canary: bool = False,
         conn: AnySyncConnection | None = None,
     ) -> bool:
-        """Let a held batch go on, whatever holds it; returns False if it was not held.
+        """Let a held batch go on, whatever holds it; returns False if nothing has changed.
 
-        A failure budget that holds it counts from here on. With `budget`, the batch has this one from here on. A
+        A failure budget that holds it counts from here on. With `budget`, a held batch has this one from here on. A
         canary that holds it is over, and all commands may start. If a person held it, and meanwhile its budget was
-        exceeded or its canary has failed, that holds it at once.
+        exceeded or its canary has failed, that holds it at once. With `end_canary` a canary that still runs is over as
+        well, also if the batch is not held: what waits for it may start.
         """
         check(self._limits, domain=domain, batch_id=batch_id, operator=operator)
+        refuse(FLAG(end_canary, "end_canary"))
         raised = budget_columns(self._limits, domain, budget, self.data_types)
-        plan = partial(hold.resume, domain, batch_id, operator=operator, budget=raised)
+        plan = partial(hold.resume, domain, batch_id, operator=operator, budget=raised, end_canary=end_canary)
         return self.database.write(patient(plan, batch_id), conn)
 
     def set_batch_budget(

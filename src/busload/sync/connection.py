@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator
+from types import TracebackType
 from typing import Any
 
 import psycopg
@@ -84,6 +85,16 @@ class OwnConnection(psycopg.Connection[Any]):
     def belong_to(self, pool: Any) -> None:
         """Say which pool it belongs to: psycopg then leaves it open at the end of `with`."""
         self._pool = pool
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it also if the COMMIT or ROLLBACK at the end is interrupted: psycopg would leave it open."""
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            if getattr(self, "_pool", None) is None:
+                self.close()
 
     def wait(self, gen: Generator[Any, Any, T], interval: float = 0.1, timeout: float | None = None) -> T:
         silent = 0.0

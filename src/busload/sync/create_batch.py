@@ -142,7 +142,7 @@ class Creation(CreationRecord):
         batch_id, count = self.batch.batch_id, counted(len(commands), "command")
         log.debug("Batch %s: writing %s", batch_id, count)
         with self.timing("insert_ms"):
-            written = self.database.write(Write(plan, batch_id, [command.command_id for command in commands]))
+            written = self.database.write(Write(plan, batch_id, (command.command_id for command in commands)))
         log.debug("Batch %s: wrote %s", batch_id, count)
         return written
 

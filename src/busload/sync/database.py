@@ -263,4 +263,4 @@ def _commit(conn: Connection, write: Write[T]) -> T:
     except psycopg.Error as error:
         if write.goes_on:
             raise
-        raise _failure(write, error, committing=committing) from error
+        raise _failure(write, error, conn.info, committing=committing) from error

@@ -9,6 +9,7 @@ from psycopg.pq import Format
 from psycopg.rows import tuple_row
 
 from busload.postgres.plan import (
+    IN_UTF8,
     MOST_UNSENT,
     Copy,
     Plan,
@@ -20,6 +21,7 @@ from busload.postgres.plan import (
     _explained,
     _flush,
     _in_no_transaction,
+    other_encoding,
 )
 from busload.sync.connection import OwnConnection
 
@@ -54,6 +56,9 @@ def _answer(conn: psycopg.Connection[Any], step: Step) -> Any:
         cursor.format = Format.BINARY
         if isinstance(step, Copy):
             unsent = 0
+            back = other_encoding(conn.info.parameter_status("client_encoding"))
+            if back:
+                cursor.execute(IN_UTF8)
             with cursor.copy(step.sql) as copy:
                 for block in step.blocks:
                     copy.write(block)
@@ -61,6 +66,8 @@ def _answer(conn: psycopg.Connection[Any], step: Step) -> Any:
                     if unsent > MOST_UNSENT:
                         conn.wait(_flush(conn.pgconn))
                         unsent = 0
+            if back:
+                cursor.execute(back)
             return []
         if not step.binary:
             cursor.format = Format.TEXT

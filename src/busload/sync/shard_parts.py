@@ -26,7 +26,7 @@ from busload.postgres.callers_connection import AnySyncConnection
 from busload.schedules.schedule import Fire, ScheduleMetadata
 from busload.shards import merge
 from busload.shards.databases import named, refusal
-from busload.shards.parts import MOST_JOBS, of_shard
+from busload.shards.parts import MOST_JOBS, _numbered, of_shard
 from busload.statistics.statistics import Point
 from busload.sync.audit import Audit
 from busload.sync.buffer import Buffers
@@ -148,17 +148,19 @@ class ShardedAudit(Audit):
     ) -> ActionPage:
         """What operators did in a domain or, without one, in all databases, newest first, at most `limit` actions."""
         about: dict[str, Any] = {"operator": operator, "action": action, "since": since, "until": until, "limit": limit}
+        shards = self._bus.shards
         if domain is not None:
-            found: ActionPage = self._bus.shard_of(domain).audit.list(domain, after=after, **about)
-            return found
+            home = self._bus.shard_of(domain)
+            found: ActionPage = home.audit.list(domain, after=after, **about)
+            return found._replace(actions=_numbered(found.actions, shards.index(home), len(shards)))
         pages: builtins.list[merge.Page[Action]] = []
-        for shard, begin in zip(self._bus.shards, merge.parts_of(after, len(self._bus.shards)), strict=True):
+        for at, (shard, begin) in enumerate(zip(shards, merge.parts_of(after, len(shards)), strict=True)):
             page = ActionPage([], None)
             if begin != merge.END:
                 with named(shard):
                     page = shard.audit.list(after=begin or None, **about)
             cursors = [str(Cursor(one.first or one.at, one.event)) for one in page.actions]
-            pages.append(merge.Page(page.actions, cursors, begin, page.next))
+            pages.append(merge.Page(_numbered(page.actions, at, len(shards)), cursors, begin, page.next))
         actions, next = merge.joined(pages, lambda one: one.at, limit)
         return ActionPage(actions, next)
 
@@ -340,7 +342,9 @@ class ShardedSchedules(Schedules):
 
         At most `limit` rows.
         """
-        found = self._bus.each(lambda shard: shard.schedules.history(name, limit=limit))
+        found = self._bus.each(lambda shard: _fires(shard, name, limit))
+        if name is not None and not any(found) and self.get(name) is None:
+            raise ScheduleNotFoundError(name)
         return merge.newest(found, "fired_at", limit=limit)
 
     def _home(self, name: str) -> Any:
@@ -430,3 +434,12 @@ class ShardedOutbox(SyncOutbox):
         if domain is None:
             return self._bus.each(ask)
         return [ask(self._bus.shard_of(domain))]
+
+
+def _fires(shard: Any, name: str | None, limit: int) -> builtins.list[Fire]:
+    """What a schedule has fired in one database, which need not be the one that has the schedule."""
+    try:
+        fires: builtins.list[Fire] = shard.schedules.history(name, limit=limit)
+    except ScheduleNotFoundError:
+        return []
+    return fires

@@ -15,6 +15,7 @@ from busload.postgres import waiting
 from busload.testing.faces import AnyBus, refuse_no_bus
 from busload.testing.faults import exchanged
 from busload.testing.run import drain
+from busload.worker.context import NO_STATE
 
 SENDS = ("send", "send_many", "create_batch", "seal_batch")
 """The methods of a bus after which commands run."""
@@ -24,12 +25,13 @@ _draining: ContextVar[bool] = ContextVar("busload_testing_draining", default=Fal
 
 
 @contextmanager
-def eager(bus: AnyBus, *, raises: bool = True) -> Iterator[None]:
+def eager(bus: AnyBus, *, raises: bool = True, state: Any = NO_STATE) -> Iterator[None]:
     """While the block lasts, `send`, `send_many`, `create_batch` and `seal_batch` run what is ready before they return.
 
     Commands are written and run as always: results, batches, callbacks and replies are in the database afterwards, and
     retries that are due at once have been made. If a handler has raised, the call raises the same error, unless
-    `raises` is False. A call with `conn` runs the handlers in that transaction.
+    `raises` is False. A call with `conn` runs the handlers in that transaction. `state` is what handlers find as
+    `ctx.state`, in the place of what the lifespan of the bus would open; a call with `conn` opens no lifespan.
 
     It shows what a handler does, and not how busload works around it: nothing runs beside anything else, the sender
     waits for its handlers, and what is scheduled for later stays where it is.
@@ -42,7 +44,7 @@ def eager(bus: AnyBus, *, raises: bool = True) -> Iterator[None]:
             assert handler is not None
             undo.enter_context(exchanged(bus.handlers, domain, command_type, _recorded(handler, errors)))
         wrap = _AsyncSends if isinstance(bus, CommandBus) else _SyncSends
-        sends = wrap(bus, errors if raises else None)
+        sends = wrap(bus, errors if raises else None, state)
         for name in SENDS:
             undo.callback(_restored, bus, name)
             setattr(bus, name, sends.wrapped(getattr(bus, name)))
@@ -74,8 +76,8 @@ def _recorded(handler: Handler, errors: list[BaseException]) -> Callable[..., An
 
 
 class _Sends:
-    def __init__(self, bus: Any, errors: list[BaseException] | None) -> None:
-        self._bus, self._errors = bus, errors
+    def __init__(self, bus: Any, errors: list[BaseException] | None, state: Any) -> None:
+        self._bus, self._errors, self._state = bus, errors, state
 
     def _raise_first(self) -> None:
         if self._errors:
@@ -85,8 +87,8 @@ class _Sends:
 
 
 class _AsyncSends(_Sends):
-    def __init__(self, bus: Any, errors: list[BaseException] | None) -> None:
-        super().__init__(bus, errors)
+    def __init__(self, bus: Any, errors: list[BaseException] | None, state: Any) -> None:
+        super().__init__(bus, errors, state)
         self._lock = waiting.Lock()
 
     def wrapped(self, send: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +99,7 @@ class _AsyncSends(_Sends):
                 async with self._lock:
                     token = _draining.set(True)
                     try:
-                        await drain(self._bus, conn=options.get("conn"))
+                        await drain(self._bus, conn=options.get("conn"), state=self._state)
                     finally:
                         _draining.reset(token)
                     self._raise_first()
@@ -107,8 +109,8 @@ class _AsyncSends(_Sends):
 
 
 class _SyncSends(_Sends):
-    def __init__(self, bus: Any, errors: list[BaseException] | None) -> None:
-        super().__init__(bus, errors)
+    def __init__(self, bus: Any, errors: list[BaseException] | None, state: Any) -> None:
+        super().__init__(bus, errors, state)
         self._lock = threading.Lock()
 
     def wrapped(self, send: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +121,7 @@ class _SyncSends(_Sends):
                 with self._lock:
                     token = _draining.set(True)
                     try:
-                        drain(self._bus, conn=options.get("conn"))
+                        drain(self._bus, conn=options.get("conn"), state=self._state)
                     finally:
                         _draining.reset(token)
                     self._raise_first()

@@ -43,8 +43,10 @@ MAY_CREATE = "SELECT FROM pg_roles WHERE rolname = current_user AND (rolcreatedb
 class TestServer:
     __test__ = False  # not a test, whatever pytest makes of its name
 
-    def __init__(self, home: Path, *, pg_bin: Path | None = None, config: Mapping[str, str] | None = None) -> None:
-        self._embedded: EmbeddedPostgres | None = EmbeddedPostgres(home, pg_bin=pg_bin, config=config)
+    def __init__(
+        self, home: Path | str, *, pg_bin: Path | None = None, config: Mapping[str, str] | None = None
+    ) -> None:
+        self._embedded: EmbeddedPostgres | None = EmbeddedPostgres(Path(home), pg_bin=pg_bin, config=config)
         self._dsn: Callable[[str], str] = self._embedded.dsn
         self._strategy = sql.SQL("file_copy" if config and config.get("fsync") == "off" else "wal_log")
         self._conn: psycopg.Connection[Any] | None = None

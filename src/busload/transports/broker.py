@@ -99,9 +99,11 @@ class Broker(Transport):
                 await consumer.close()
 
     async def aclose(self) -> None:
-        for consumer in list(self._consumers):
-            await consumer.close()
-        await self.disconnect()
+        try:
+            for consumer in list(self._consumers):
+                await consumer.close()
+        finally:  # also if it is cancelled
+            await self.disconnect()
 
     @contextmanager
     def translated(self, queue: str | None = None) -> Iterator[None]:
@@ -231,14 +233,16 @@ class Consumer(ABC, Generic[K]):
             return
         self._closed = True
         self.lose(f"The consumer of the queue {self.queue} was closed.")
-        if self._renewing:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
-        with suppress(*self.lost):
-            async with asyncio.timeout(CLOSE_WITHIN):
-                held, self.held = self.held, {}
-                await self.give_back(list(held))
-        await self.disconnect()
+        try:
+            if self._renewing:
+                self._renewing.cancel()
+                await asyncio.gather(self._renewing, return_exceptions=True)
+            with suppress(*self.lost):
+                async with asyncio.timeout(CLOSE_WITHIN):
+                    held, self.held = self.held, {}
+                    await self.give_back(list(held))
+        finally:  # also if it is cancelled
+            await self.disconnect()
 
     async def _room(self) -> int:
         """Wait until the consumer may hold more messages, and return how many."""

@@ -18,7 +18,7 @@ import psycopg
 
 from busload.commands import rescue, search
 from busload.commands.command import Command, CommandStatus, NewCommand
-from busload.commands.ids import ascending_ids, lease_id_of
+from busload.commands.ids import ascending_numbers, lease_id_of
 from busload.commands.parts import cut, find_failing
 from busload.commands.payload import WIDEST, PayloadRefusedError, encode
 from busload.commands.retry import RetryPolicy
@@ -146,7 +146,7 @@ def parts(
     """
     most = PART if rate is None else min(PART, max(1, int(rate)))
     own = len(encode(msgspec.to_builtins(decision), WIDEST))
-    fresh, before = ascending_ids(), 0
+    fresh, before = ascending_numbers(), 0
     for some in cut(command_ids, (own + size for size in sizes), most, PART_BYTES):
         data = encode(msgspec.to_builtins(Part(decision, until, list(some))), WIDEST)
         run_at = now + timedelta(seconds=before / rate) if rate is not None and before else None

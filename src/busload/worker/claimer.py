@@ -83,7 +83,7 @@ class Claimer:
         prefetch = shared.settings.prefetch.total_seconds()
         self._pace = Pace(prefetch, longest=max(prefetch, self._quarter_lease / 4))
         self.room = Room(shared, line, gatherer, settlement, self._pace)
-        self.newcomers = Newcomers(self._claim_few, line)
+        self.newcomers = Newcomers(self._claim_few)
         self.marks = Marks()
         self.wake_ups = WakeUps(shared.perform)
         self._stuck = StuckLine(line, gatherer, hand_back, self._pace, self._quarter_lease)

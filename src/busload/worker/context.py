@@ -400,8 +400,9 @@ def given_state(state: Any) -> Any:
     """The state of a worker; refuses if it has none."""
     if state is NO_STATE:
         raise InvalidOperationError(
-            "This worker has no state: its bus has no lifespan. Declare one by `@bus.lifespan`, or pass "
-            "Worker(bus, lifespan=...)."
+            "No lifespan was opened for this handler, so it has no ctx.state. Declare one by `@bus.lifespan`, or pass "
+            "Worker(bus, lifespan=...). In a test, run_handler and calls with conn= open none: pass them state=..., as "
+            "in run_handler(..., state=engine), drain(bus, conn=conn, state=engine) or eager(bus, state=engine)."
         )
     return state
 

@@ -42,6 +42,12 @@ log = logging.getLogger("busload")
 Rest: TypeAlias = Callable[[], Awaitable[None]]
 """What is left to do for a command once its handler has begun or ended."""
 
+LONGEST_TURN = 0.0001
+"""Seconds for which slots run commands in one round of the event loop, all together, if no handler waits.
+
+Claims, settlement and notifications need the event loop too: what they wait for costs more than a round of the loop.
+"""
+
 
 class Waiting(msgspec.Struct, eq=False):
     """A handler that waits for something, and what it was given."""
@@ -138,8 +144,6 @@ class Executor:
         while not calls.stopping:  # a handler may have swallowed the cancellation
             if self._turn_is_over or not ready:
                 await line.rest()
-                if not self._turn_is_over:
-                    line.wake_two()
                 continue
             taken = slot.taken = ready.popleft()
             if handlers.threaded and self._needs_thread(taken):
@@ -152,8 +156,10 @@ class Executor:
                 if self._turn_began is None:
                     self._turn_began = taken.started
                     asyncio.get_running_loop().call_soon(self._begin_turn)
-                elif taken.started - self._turn_began > line.longest_turn:
+                elif taken.started - self._turn_began > LONGEST_TURN:
                     self._turn_is_over = True
+                if begun is not None and not self._turn_is_over:
+                    line.wake_two()  # this slot has to wait for something now
                 if isinstance(begun, Waiting):
                     ended = await begun.suspended
                     begun = self._conclude(

@@ -21,12 +21,6 @@ Key: TypeAlias = tuple[str, str, object, UUID | None]
 LEAST_URGENT = -32768
 """The lowest priority that a command can have."""
 
-LONGEST_TURN = 0.0005
-"""Seconds for which slots run commands in one round of the event loop, all together, if no handler waits.
-
-Claims, settlement and notifications need the event loop too.
-"""
-
 
 class Gathered:
     """A chunk on its way to a slot; in the line it counts as one command."""
@@ -88,8 +82,6 @@ class Line:
         """When no more than that are in hand, `on_low` is called once."""
         self.threads_wanted: int | None = None
         """When that many threads are free, `on_low` is called once."""
-        self.longest_turn = LONGEST_TURN
-        """Seconds for which slots run commands in one round of the event loop."""
         self._resting: list[asyncio.Future[None]] = []
         self.idle = asyncio.Event()
         """Set while nothing is in hand."""
@@ -179,7 +171,7 @@ class Line:
             self.on_low()
 
     def wake_two(self) -> None:
-        """Wake two slots; each wakes two more. If handlers never wait, the first few slots do everything."""
+        """Wake two slots; each wakes two more before it waits for something. If none waits, one does everything."""
         wanted = min(2, len(self.ready))
         while wanted > 0 and self._resting:
             wake = self._resting.pop()

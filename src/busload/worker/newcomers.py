@@ -9,16 +9,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from uuid import UUID
 
 from busload.commands.execution import Lease, Leased
-from busload.worker.line import LONGEST_TURN, Line
 
 FEW = 16
 """Commands that begin before those in line, at most: of one claim for newcomers, or of one owner in any claim."""
 
 SHORTEST_GAP, LONGEST_GAP = 0.01, 0.08
 """Seconds between two claims for newcomers. The gap grows while other workers are faster to take them."""
-
-SHORT_TURN = 0.0001
-"""Seconds for which slots run commands in one round of the event loop while newcomers are claimed."""
 
 HEAD_START = 0.005
 """Seconds, at most, for which no other claim and no settlement is sent while newcomers are claimed: each of these gives
@@ -29,12 +25,12 @@ class Newcomers:
     """Small batches and single commands that become ready while the queue holds more than this worker can take.
 
     A claim for them takes a millisecond or two, beside the usual one of up to a thousand commands or right before it.
-    `claim` makes it, and returns how many commands it found. Until its answer is there, slots take short turns, and
-    what else the worker has for the server waits in `let_go_first`.
+    `claim` makes it, and returns how many commands it found. Until its answer is there, what else the
+    worker has for the server waits in `let_go_first`.
     """
 
-    def __init__(self, claim: Callable[[], Awaitable[int]], line: Line) -> None:
-        self._claim, self._line = claim, line
+    def __init__(self, claim: Callable[[], Awaitable[int]]) -> None:
+        self._claim = claim
         self._came = False
         self._under_way: asyncio.Future[None] | None = None
         self._gap, self._next_at = SHORTEST_GAP, 0.0
@@ -62,13 +58,11 @@ class Newcomers:
             return self._next_at - now
         self._came, self._next_at = False, now + self._gap
         answered = self._under_way = asyncio.get_running_loop().create_future()
-        self._line.longest_turn = SHORT_TURN
         try:
             found = await self._claim()
         finally:
             self._under_way = None
             answered.set_result(None)
-            self._line.longest_turn = LONGEST_TURN
         self._gap = SHORTEST_GAP if found else min(2 * self._gap, LONGEST_GAP)
         self._next_at = now + self._gap
         return None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 
 from busload import BatchCommand, BusinessRuleError, CommandBus, HandlerContext, PermanentCommandError
 from busload.commands.command import Command
 from busload.dashboard import live
 from busload.dashboard.pages import overview
+from busload.jobs.job import Stage
 from tests.dashboard.browser.conftest import PATIENCE, OpenWindow
 from tests.dashboard.hostile import HOSTILE
 from tests.given import DOMAIN, Database, Given
@@ -239,6 +241,86 @@ async def test_an_action_is_confirmed_and_happens(window: OpenWindow, given: Giv
     assert (await given.batch_now(batch_id)).canceled_count == 3
 
 
+async def test_actions_and_the_explanation_follow_the_batch(window: OpenWindow, given: Given, bus: CommandBus) -> None:
+    batch_id = await given.batch(2)
+    opened = await window()
+    await opened.page.add_init_script("setInterval = () => 0")  # nothing is read again because time has passed
+    page = await opened.open(f"/batches/{batch_id}")
+    buttons, explanation = page.get_by_role("group", name="Actions").get_by_role("button"), page.locator(".why")
+    await expect(buttons).to_have_text(["Hold", "Change budget", "Change priority", "Cancel batch"])
+    await expect(page.locator("#feed")).to_have_text("live")
+    await bus.hold_batch(DOMAIN, batch_id, reason="the bank complains", operator="ada")
+    await expect(buttons).to_have_text(["Resume", "Change priority", "Cancel batch"])
+    await expect(explanation).to_contain_text("the bank complains")
+    await bus.resume_batch(DOMAIN, batch_id, operator="ada")
+    await expect(buttons).to_have_count(4)
+    given.settled(given.claimed(2))
+    await expect(page.get_by_role("group", name="Actions")).to_have_count(0)
+    await expect(explanation).to_contain_text("COMPLETED: all 2 commands ended")
+
+
+async def test_a_dialog_that_somebody_writes_in_stays_until_it_is_closed(
+    window: OpenWindow, given: Given, bus: CommandBus
+) -> None:
+    batch_id = await given.batch(2)
+    page = await (await window()).open(f"/batches/{batch_id}")
+    await expect(page.locator("#feed")).to_have_text("live")
+    await page.get_by_role("button", name="Cancel batch").click()
+    dialog = page.get_by_role("dialog")
+    await dialog.get_by_label("Reason").fill("wrong li")
+    await bus.hold_batch(DOMAIN, batch_id, reason="the bank complains", operator="ada")
+    await expect(page.locator('[data-live="status"]')).to_have_text("Held")
+    await expect(dialog.get_by_label("Reason")).to_have_value("wrong li")
+    await dialog.get_by_role("button", name="Leave it").click()
+    await page.get_by_role("button", name="Resume").wait_for()
+
+
+async def test_a_dialog_that_is_opened_while_its_part_is_read_anew_stays_as_well(
+    window: OpenWindow, given: Given, bus: CommandBus
+) -> None:
+    batch_id = await given.batch(2)
+    page = await (await window()).open(f"/batches/{batch_id}")
+    await expect(page.locator("#feed")).to_have_text("live")
+    asked, answers = asyncio.Event(), asyncio.Event()
+
+    async def answer_later(route: Route) -> None:
+        asked.set()
+        await answers.wait()
+        await route.continue_()
+
+    await page.route(f"**/batches/{batch_id}", answer_later)
+    await bus.hold_batch(DOMAIN, batch_id, reason="the bank complains", operator="ada")
+    await asked.wait()
+    await page.get_by_role("button", name="Cancel batch").click()
+    reason = page.get_by_role("dialog").get_by_label("Reason")
+    await reason.fill("wrong li")
+    async with page.expect_request_finished(lambda request: request.url.endswith(str(batch_id))):
+        answers.set()
+    await page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    await expect(reason).to_have_value("wrong li", timeout=1000)
+    await page.get_by_role("dialog").get_by_role("button", name="Leave it").click()
+    await page.get_by_role("button", name="Resume").wait_for()
+
+
+async def test_actions_and_the_explanation_follow_the_command(window: OpenWindow, given: Given) -> None:
+    _, [command_id] = await given.in_troubleshooting()
+    page = await (await window()).open(f"/commands/{DOMAIN}/{command_id}")
+    await expect(page.locator("#feed")).to_have_text("live")
+    await given.bus.troubleshooting.cancel(DOMAIN, command_id, reason="wrong list")
+    await expect(page.get_by_role("group", name="Actions")).to_have_count(0)
+    await expect(page.get_by_text("CANCELED: ")).to_be_visible()
+
+
+async def test_actions_follow_the_job(window: OpenWindow, given: Given, bus: CommandBus) -> None:
+    job_id = await bus.jobs.create(DOMAIN, [Stage("only", [BatchCommand("Debit")])])
+    page = await (await window()).open(f"/jobs/{job_id}")
+    await expect(page.locator("#feed")).to_have_text("live")
+    await expect(page.get_by_role("button", name="Cancel job")).to_be_visible()
+    await bus.jobs.cancel(DOMAIN, job_id, reason="wrong list")
+    await given.drained()
+    await expect(page.get_by_role("group", name="Actions")).to_have_count(0)
+
+
 async def test_an_action_without_a_reason_is_not_sent(window: OpenWindow, given: Given) -> None:
     batch_id = await given.batch(3)
     page = await (await window()).open(f"/batches/{batch_id}")
@@ -255,8 +337,8 @@ async def test_an_action_that_is_refused_says_why(window: OpenWindow, given: Giv
     _, [command_id] = await given.in_troubleshooting()
     opened = await window()
     page = await opened.open(f"/commands/{DOMAIN}/{command_id}")
-    await bus.troubleshooting.cancel(DOMAIN, command_id, reason="somebody was faster")
     await page.get_by_role("button", name="Retry").click()
+    await bus.troubleshooting.cancel(DOMAIN, command_id, reason="somebody was faster")
     await page.get_by_role("dialog").get_by_role("button", name="Retry").click()
     await page.get_by_role("heading", name="Not possible now").wait_for()
     assert [text for text in opened.wrong if "409" not in text] == []

@@ -43,7 +43,7 @@ def _wanted(request: Request) -> Filter:
 async def _listed(request: Request) -> tuple[Filter, str | None, ActionPage]:
     wanted, after = _wanted(request), asked.text(request, "after")
     found = await bus_of(request).audit.list(**wanted, after=after, limit=LIMIT)
-    if after is not None and not found.actions and found.next is None:
+    if after is not None and not found.actions and found.next is None and not wanted.given:
         raise no_such_page()
     return wanted, after, found
 

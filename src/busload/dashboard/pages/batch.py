@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from uuid import UUID
 
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from busload.batches.batch import BatchMetadata, BatchType
 from busload.commands.command import AuditEvent, CommandStatus
+from busload.commands.listing import CommandPage
 from busload.commands.wording import counted
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
@@ -63,7 +65,8 @@ async def show(request: Request, notice: str | None = None) -> Response:
     batch, bus = await _batch(request), bus_of(request)
     domain, batch_id = batch.domain, batch.batch_id
     trail = await bus.get_batch_audit_trail(domain, batch_id)
-    commands = await bus.shard_of(domain).list_commands(batch_id=batch_id, status=chosen, limit=COMMANDS, after=after)
+    of_batch = partial(bus.shard_of(domain).list_commands, batch_id=batch_id, status=chosen)
+    commands = await listed(of_batch, after, COMMANDS)
     callback = None if batch.callback_id is None else await bus.get_command(domain, batch.callback_id)
     return render(
         request,
@@ -79,12 +82,29 @@ async def show(request: Request, notice: str | None = None) -> Response:
         chosen=chosen,
         statuses=list(CommandStatus),
         one="job" if batch.batch_type is BatchType.JOBS else "command",
+        waiting=waiting(batch),
+        runs_canary=runs_canary(batch),
         first=url(request, "batch", {"status": chosen}, batch_id=batch_id) if after else None,
         next=commands.next and url(request, "batch", {"status": chosen, "after": commands.next}, batch_id=batch_id),
         live=_values(batch, trail),
         cli=cli("batch", "show", batch_id),
         notice=notice,
     )
+
+
+async def listed(read: Callable[..., Awaitable[CommandPage]], after: str | None, limit: int) -> CommandPage:
+    """A page of commands, without a way to a next one on which there is nothing."""
+    found = await read(after=after, limit=limit)
+    if found.next is None or len(found) < limit:
+        return found
+    behind = await read(after=found.next, limit=1)
+    return found if behind.commands or behind.next is not None else replace(found, next=None)
+
+
+def waiting(batch: BatchMetadata) -> int:
+    """How many an action may reach at most: a command in troubleshooting has not ended, and stays where it is."""
+    parked = 0 if batch.batch_type is BatchType.JOBS else batch.in_troubleshooting_count
+    return batch.remaining_count - parked
 
 
 async def why(request: Request) -> Response:
@@ -107,7 +127,14 @@ async def live(request: Request) -> Live:
 
 
 def _values(batch: BatchMetadata, trail: Sequence[AuditEvent]) -> Live:
-    return {**progress(batch), "rows": [f"{event.type}:{event.at.isoformat()}" for event in _later(trail)]}
+    values = progress(batch)
+    stage = f"{values['status.code']} CANARY" if runs_canary(batch) else values["status.code"]
+    return {**values, "stage": stage, "rows": [f"{event.type}:{event.at.isoformat()}" for event in _later(trail)]}
+
+
+def runs_canary(batch: BatchMetadata) -> bool:
+    """Whether some of it waits until its canary has ended well, or a person lets it go."""
+    return batch.canary_count is not None and batch.canary_ended_at is None and not batch.status.final
 
 
 def _timeline(batch: BatchMetadata, trail: Sequence[AuditEvent]) -> list[Step]:
@@ -147,9 +174,12 @@ async def hold(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
-    """Let a held batch go on, with another failure budget if one is given."""
-    budget, operator = asked.budget(await asked.form(request)), principal_of(request).name
-    resumed = await bus_of(request).resume_batch(*await _named(request), operator=operator, budget=budget)
+    """Let a held batch go on, with another failure budget if one is given; or what waits for a canary that runs."""
+    fields, operator = await asked.form(request), principal_of(request).name
+    budget, end_canary = asked.budget(fields), "end_canary" in fields
+    resumed = await bus_of(request).resume_batch(
+        *await _named(request), operator=operator, budget=budget, end_canary=end_canary
+    )
     changed = "" if budget is None else " It has the new failure budget."
     return await show(request, f"Resumed.{changed}" if resumed else "It was not held.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -16,7 +17,7 @@ from busload.commands.listing import CommandPage
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
 from busload.dashboard.filter import Filter
-from busload.dashboard.pages.batch import whys
+from busload.dashboard.pages.batch import listed, whys
 from busload.dashboard.pages.timeline import Step, steps
 from busload.dashboard.pages.troubleshooting import cause_of
 from busload.dashboard.problem import Problem, no_such_page, not_found, wrong_input
@@ -62,7 +63,7 @@ def _wanted(request: Request) -> Filter:
         domain=asked.text,
         status=asked.choice(CommandStatus),
         type=asked.text,
-        task_key=asked.text,
+        task_key=asked.key,
         batch=asked.id_of,
         since=asked.moment,
         until=asked.moment,
@@ -87,10 +88,11 @@ async def _found(request: Request, wanted: Filter, after: str | None, limit: int
 
 async def search(request: Request) -> Response:
     wanted, after = _wanted(request), asked.text(request, "after")
-    if after is not None and not after.isdecimal():
+    of_one = wanted["domain"] is not None or len(bus_of(request).shards) == 1  # others have a cursor for each database
+    if after is not None and of_one and not after.isdecimal():
         raise wrong_input(f"The page begins at {after!r:.80}, which is no cursor.", "Begin with the first page.")
-    found = await _found(request, wanted, after, LIMIT)
-    if after is not None and not found.commands and found.next is None:
+    found = await listed(partial(_found, request, wanted), after, LIMIT)
+    if after is not None and not found.commands and found.next is None and not wanted.given:
         raise no_such_page()
     return render(
         request,
@@ -231,7 +233,7 @@ async def retry(request: Request) -> Response:
 
 
 async def trace(request: Request) -> Response:
-    key, domain = asked.text(request, "task_key"), asked.text(request, "domain")
+    key, domain = asked.key(request, "task_key"), asked.text(request, "domain")
     if key is None:
         raise wrong_input("The address names no task.", "Add ?task_key=KEY, or come from the page of a command.")
     attempts = await bus_of(request).trace(key, domain=domain)

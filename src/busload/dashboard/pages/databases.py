@@ -9,10 +9,8 @@ from starlette.responses import RedirectResponse, Response
 
 from busload.dashboard.access import Permission
 from busload.dashboard.problem import not_found
-from busload.dashboard.render import DATABASE, dashboard_of, url
+from busload.dashboard.render import ALL, DATABASE, dashboard_of, url
 from busload.dashboard.route import page
-
-ALL = "all"
 
 
 async def choose(request: Request) -> Response:

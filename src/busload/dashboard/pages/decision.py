@@ -396,7 +396,7 @@ def _progress(fields: Mapping[str, str]) -> Progress:
         )
         passed, moved, kept = (int(fields.get(name) or 0) for name in ("passed", "moved", "kept"))
         after = int(fields.get("after") or -1)
-        huge = max(map(abs, (seen.last, seen.digest, after))) > 2**63
+        huge = max(map(abs, (seen.last, seen.digest, after))) >= 2**63
         if huge or seen.until.tzinfo is None or min(seen.count, passed, moved, kept) < 0:
             raise ValueError
     except (KeyError, ValueError):

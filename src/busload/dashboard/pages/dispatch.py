@@ -13,7 +13,7 @@ from busload.commands.wording import counted
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
 from busload.dashboard.problem import Problem
-from busload.dashboard.render import ago, bus_of, cli, live_key, number, principal_of, render
+from busload.dashboard.render import ago, bus_of, cli, live_key, number, principal_of, render, sees_payloads
 from busload.dashboard.route import Live, action, page
 from busload.dispatch import OutboxEntry, Reconciliation
 from busload.dispatch.report import PublishingReport, RecentJob
@@ -42,6 +42,7 @@ async def show(
         job_key=_job_key,
         failed=[(name, sum(one.commands for one in those)) for name, those in _failed(entries)],
         transport=None if bus.transport is None else bus.transport.name,
+        sees=sees_payloads(request),
         brokers=bool(entries) or bus.transport is not None or any(day.dispatched for day in report.daily),
         compared=compared,
         live=_values(entries, report),

@@ -14,6 +14,7 @@ from busload.batches.batch import BatchMetadata
 from busload.commands.wording import counted
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
+from busload.dashboard.pages.batch import waiting
 from busload.dashboard.pages.jobs import parked
 from busload.dashboard.problem import not_found
 from busload.dashboard.render import bus_of, cli, number, principal_of, render, sees_payloads, tree, words
@@ -106,7 +107,7 @@ async def show(request: Request, notice: str | None = None) -> Response:
         title=job.name or str(job.job_id),
         job=job,
         graph=Graph.of(job),
-        remaining=sum(stage.batch.remaining_count for stage in job.stages if stage.batch is not None),
+        remaining=sum(waiting(stage.batch) for stage in job.stages if stage.batch is not None),
         resumable=job.status is JobStatus.FAILED and job.compensated_at is None,
         cancelable=not job.status.final or (job.status is JobStatus.FAILED and job.compensated_at is None),
         custom_data=tree(request, job.custom_data),

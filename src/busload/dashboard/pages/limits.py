@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,11 +31,17 @@ class Seen:
     concurrent: list[ConcurrencyStatus]
 
     @property
+    def rate_keys(self) -> list[str]:
+        return _keys("rate", self.rates)
+
+    @property
+    def keys(self) -> list[str]:
+        return _keys("concurrency", self.concurrent)
+
+    @property
     def live(self) -> Live:
-        rows = [_rate_key(one) for one in self.rates] + [_key(one) for one in self.concurrent]
-        values: dict[str, str | list[str]] = {"rows": rows}
-        for one in self.rates:
-            key = _rate_key(one)
+        values: dict[str, str | list[str]] = {"rows": self.rate_keys + self.keys}
+        for key, one in zip(self.rate_keys, self.rates, strict=True):
             values |= {
                 f"{key}.rate": f"{one.rate:.4g}/s",
                 f"{key}.state": "Refuses calls" if one.blocked_until else "Takes calls",
@@ -42,8 +49,7 @@ class Seen:
                 f"{key}.calls": number(one.calls),
                 f"{key}.refused": number(one.refused),
             }
-        for each in self.concurrent:
-            key = _key(each)
+        for key, each in zip(self.keys, self.concurrent, strict=True):
             values |= {
                 f"{key}.running": f"{number(each.running)} of {number(each.most)}",
                 f"{key}.waiting": number(each.waiting),
@@ -64,9 +70,8 @@ async def show(request: Request, notice: str | None = None) -> Response:
         "limits.html",
         title="Limits",
         seen=seen,
-        rate_key=_rate_key,
-        key=_key,
         workers=_workers,
+        several=lambda one: sum(each.name == one.name for each in seen.rates) > 1,
         limit=LIMIT,
         live=seen.live,
         cli=cli("limit", "show", seen.name) if seen.name else cli("limit", "ls"),
@@ -78,12 +83,15 @@ async def live(request: Request) -> Live:
     return (await _see(request)).live
 
 
-def _rate_key(one: LimitStatus) -> str:
-    return live_key("rate", one.name, one.subject)
-
-
-def _key(one: ConcurrencyStatus) -> str:
-    return live_key("concurrency", one.name, one.subject)
+def _keys(kind: str, limits: Sequence[LimitStatus] | Sequence[ConcurrencyStatus]) -> list[str]:
+    """What tells each row from the others. Several databases may each have a limit of the same name and value."""
+    found: Counter[str] = Counter()
+    keys = []
+    for one in limits:
+        key = live_key(kind, one.name, one.subject)
+        found[key] += 1
+        keys.append(f"{key}.{found[key]}")
+    return keys
 
 
 def _workers(one: ConcurrencyStatus) -> Sequence[str]:
@@ -92,8 +100,8 @@ def _workers(one: ConcurrencyStatus) -> Sequence[str]:
 
 
 async def reset(request: Request) -> Response:
-    fields = await asked.form(request)
-    name, by = asked.required(fields, "name"), fields.get("by") or None
+    fields = await asked.form(request, exact="by")
+    name, by = asked.required(fields, "name"), fields.get("by")
     count = await bus_of(request).limits.reset(name, by, operator=principal_of(request).name)
     if not count:
         raise not_found(

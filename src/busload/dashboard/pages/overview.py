@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import msgspec
 from starlette.requests import Request
@@ -14,7 +15,17 @@ from busload.bus import CommandBus
 from busload.dashboard import asked
 from busload.dashboard.access import Permission
 from busload.dashboard.charts import CHARTS, Drawing, Last, draw
-from busload.dashboard.render import ago, bus_of, chosen_database, cli, dashboard_of, number, render, words
+from busload.dashboard.render import (
+    ago,
+    bus_of,
+    chosen_database,
+    cli,
+    dashboard_of,
+    number,
+    render,
+    sees_payloads,
+    words,
+)
 from busload.dashboard.route import Live, page
 from busload.errors import DatabaseUnavailableError
 from busload.health.health import Health, HealthCode, HealthReason
@@ -39,6 +50,8 @@ WHERE = {
 """The page on which an operator acts on a reason, and what its link says."""
 AGE = 5.0
 """Seconds for which points are good enough."""
+GAP = timedelta(minutes=1)
+"""Who opens the page after such a time sees how fast it is now, and not the average of the night."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +61,7 @@ class Seen:
     overview: Overview
     health: Health
     rates: tuple[float, float] | None
-    """Commands sent and attempts ended per second; None if nobody looked before."""
+    """Commands sent and attempts ended per second; None if nobody looked within the last minute."""
     drawing: Drawing
 
     @property
@@ -91,7 +104,7 @@ async def _see(request: Request) -> Seen:
     if newer is not None:
         points = newer
         known[last] = time.monotonic() + AGE, points
-    rates: Rates = memory.setdefault("rates", Rates())
+    rates: Rates = memory.setdefault("rates", Rates(GAP))
     return Seen(now, await bus.health(timeout=4), rates.of(now), draw(points, now, last.step))
 
 
@@ -128,6 +141,7 @@ async def show(request: Request) -> Response:
         seen=seen,
         live=seen.live,
         key=_key,
+        message=lambda reason: _message(request, reason),
         where=lambda reason: WHERE.get(reason.code),
         charts=CHARTS,
         drawing=seen.drawing,
@@ -140,6 +154,13 @@ async def show(request: Request) -> Response:
 
 async def live(request: Request) -> Live:
     return (await _see(request)).live
+
+
+def _message(request: Request, reason: HealthReason) -> str:
+    """What a reason says. The broker's error is in one of them, and is for those who may see error texts."""
+    if reason.code is HealthCode.PUBLISHING_FAILS and not sees_payloads(request):
+        return words(reason.code)
+    return reason.message
 
 
 def _key(reason: HealthReason) -> str:

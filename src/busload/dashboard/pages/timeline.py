@@ -14,6 +14,24 @@ WORTH_SAYING = timedelta(milliseconds=1)
 
 
 @dataclass(frozen=True, slots=True)
+class Fact:
+    """A detail of what happened."""
+
+    name: str
+    value: Any
+
+    @property
+    def at(self) -> datetime | None:
+        """The time that it is, if its name says that it is one."""
+        if not self.name.endswith("_at"):
+            return None
+        try:
+            return datetime.fromisoformat(self.value)
+        except (TypeError, ValueError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Something that happened, and how long nothing had happened before."""
 
@@ -23,6 +41,13 @@ class Step:
     @property
     def at(self) -> datetime:
         return self.event.at
+
+    @property
+    def facts(self) -> list[Fact]:
+        """The details that are known."""
+        details = self.event.details
+        known = details.items() if isinstance(details, dict) else ()
+        return [Fact(name, value) for name, value in known if value is not None]
 
     @property
     def error(self) -> dict[str, Any] | None:

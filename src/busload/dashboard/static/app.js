@@ -75,7 +75,31 @@
         if (ATTRIBUTES.has(name)) follow(pair.slice(colon + 1), (value) => element.setAttribute(name, value));
       }
     }
+    for (const part of root.querySelectorAll("[data-live-part]")) {
+      follow(part.dataset.livePart, (value) => {
+        part.dataset.wanted = value;
+        renew(part);
+      });
+    }
   }
+
+  // A part of the page that depends on a live value is read anew when it shows another one. A dialog that is open in it
+  // stays, with what somebody has typed, until it is closed.
+  function renew(part) {
+    const value = part.dataset.wanted;
+    if (value === undefined || part.querySelector("[data-shown]").dataset.shown === value) return;
+    if (!part.querySelector("dialog[open]")) part.dispatchEvent(new CustomEvent("busload:changed"));
+  }
+
+  // Somebody may have opened a dialog since the part was asked for.
+  document.addEventListener("htmx:before:swap", (event) => {
+    if ("livePart" in event.target.dataset && event.target.querySelector("dialog[open]")) event.preventDefault();
+  });
+
+  document.addEventListener("close", (event) => {
+    const part = event.target.closest("[data-live-part]");
+    if (part) renew(part);
+  }, true);
 
   function showChanges(rows) {
     const shown = new Set([...document.querySelectorAll("[data-row]")].map((element) => element.dataset.row));

@@ -16,7 +16,15 @@ from busload.commands.checks import FLAG, Kind, given, require, wrong_name
 from busload.errors import InvalidOperationError, kind_of
 from busload.imports.take_over import command_id_of
 from busload.integrations import AnySyncConnection
-from busload.integrations.celery.message import Call, publishing, read_call, refuse_unsupported
+from busload.integrations.celery.message import (
+    OVER_ITEMS,
+    Call,
+    publishing,
+    read_call,
+    refuse_unsupported,
+    task_within,
+    unsupported,
+)
 from busload.integrations.celery.result import CommandResult, CommandRows
 from busload.integrations.celery.running import TaskRunner, asks_for_retry, options_of
 from busload.settings import InputLimits
@@ -113,8 +121,9 @@ class CeleryBridge:
         if queue is not None:
             return self._result(task_id, self._domain(queue))
         command_id = command_id_of("celery", task_id)
-        for domain in self._queue_by_domain(self.app.tasks):
-            if self.bus.get_command(domain, command_id) is not None:
+        named = dict.fromkeys(self._domains.get(one, one) for one in self._known_queues(self.app.tasks))
+        for domain in named:  # Celery keeps any name that a call has used: what is no domain has no commands
+            if not wrong_name(domain, "domain", InputLimits()) and self.bus.get_command(domain, command_id) is not None:
                 return self._result(task_id, domain)
         return self.app.AsyncResult(task_id)
 
@@ -124,11 +133,14 @@ class CeleryBridge:
         if call.options.get("retries"):  # a retry stays where its task runs: here, or in a worker of Celery
             recorded = asks_for_retry(call)
             return self._send_by_celery(name, args, kwargs, *more, **options) if recorded is None else recorded
+        within = task_within(call)
+        if within is not None and self._sends and self._takes(within) and self._has(call.route(self.app, None)):
+            raise unsupported(within, OVER_ITEMS[name])
         if not self._sends or not self._takes(name):
             return self._leave_to_celery(call, args, kwargs, more, options)
         task = call.options.get("task_type") or self.app.tasks.get(name)
         queue = call.route(self.app, task)
-        if self._queues is not None and queue not in self._queues:
+        if not self._has(queue):
             return self._leave_to_celery(call, args, kwargs, more, options)
         if task is None and (self._tasks is None or name not in self._tasks):
             raise InvalidOperationError(
@@ -175,6 +187,9 @@ class CeleryBridge:
     def _result(self, task_id: str, domain: str) -> CommandResult:
         return CommandResult(task_id, backend=CommandRows(self.bus, domain), app=self.app)
 
+    def _has(self, queue: str) -> bool:
+        return self._queues is None or queue in self._queues
+
     def _takes(self, name: str) -> bool:
         if name.startswith(OF_CELERY):
             return False
@@ -182,12 +197,14 @@ class CeleryBridge:
 
     def _queue_by_domain(self, tasks: Mapping[str, Any]) -> dict[str, str]:
         """The domains of all queues that are known here; queues that share a domain have the name of the first one."""
-        queues = self._queues
-        if queues is None:
-            declared = [name for name, queue in self.app.amqp.queues.items() if not isinstance(queue, Broadcast)]
-            routed = [read_call(name, None, None, (), {}).route(self.app, task) for name, task in tasks.items()]
-            queues = [*declared, *self._domains, *routed]
-        return {self._domain(queue): queue for queue in reversed(queues)}
+        return {self._domain(queue): queue for queue in reversed(self._known_queues(tasks))}
+
+    def _known_queues(self, tasks: Mapping[str, Any]) -> list[str]:
+        if self._queues is not None:
+            return self._queues
+        declared = [name for name, queue in self.app.amqp.queues.items() if not isinstance(queue, Broadcast)]
+        routed = [read_call(name, None, None, (), {}).route(self.app, task) for name, task in tasks.items()]
+        return [*declared, *self._domains, *routed]
 
     def _domain(self, queue: str) -> str:
         domain = self._domains.get(queue, queue)

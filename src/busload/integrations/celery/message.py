@@ -38,6 +38,9 @@ CANVAS = {
 }
 """What ties a task to others: the name of the option, and how people call it."""
 
+OVER_ITEMS = {"celery.map": "map", "celery.starmap": "starmap or chunks"}
+"""Tasks of Celery that call another task for each of their items, and how people call them."""
+
 SENT = frozenset(
     {"conn", "countdown", "eta", "expires", "headers", "ignore_result", "parent_id", "priority", "queue", "root_id"}
     | {"route_name", "router", "serializer", "shadow", "soft_time_limit", "task_id", "task_type", "time_limit"}
@@ -130,15 +133,24 @@ def unplain(value: Any) -> Any:
     return serialization.loads(json.dumps(value), JSON, "utf-8", accept={JSON})
 
 
+def task_within(call: Call) -> str | None:
+    """The name of the task that a `map`, a `starmap` or a chunk calls for each of its items; None of another task."""
+    task = call.kwargs.get("task") if call.name in OVER_ITEMS and isinstance(call.kwargs, Mapping) else None
+    return task.get("task") if isinstance(task, Mapping) else None
+
+
+def unsupported(name: str, what: str) -> InvalidOperationError:
+    return InvalidOperationError(
+        f"The task {name!r} is sent with {what}, which the bridge does not support. Use batches with on_complete or "
+        "jobs, or let this task stay with Celery's broker: leave it out of `tasks` of the bridge."
+    )
+
+
 def refuse_unsupported(call: Call, task: Any) -> None:
     """Refuse what would be lost if the task were sent as a command."""
     options, name = call.options, call.name
     if found := [told for option, told in CANVAS.items() if options.get(option)]:
-        raise InvalidOperationError(
-            f"The task {name!r} is sent with {' and '.join(found)}, which the bridge does not support. Use batches "
-            "with on_complete or jobs, or let this task stay with Celery's broker: leave it out of `tasks` of the "
-            "bridge."
-        )
+        raise unsupported(name, " and ".join(found))
     serializer = options.get("serializer", "json")
     if serializer != "json":
         raise InvalidOperationError(

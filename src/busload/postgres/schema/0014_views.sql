@@ -390,6 +390,7 @@ BEGIN
         'held', b.held_reason,
         'canary', b.canary_until IS NOT NULL AND b.canary_ended_at IS NULL,
         'age', date_part('epoch', now() - b.started_at),
+        'expires', date_part('epoch', b.expires_at - now()),
         'idle', greatest(date_part('epoch', now() - b.paced_at), 0),
         'paces', jsonb_build_array(b.pace_1, b.pace_10, b.pace_100, b.pace_1000),
         'running', running.count,

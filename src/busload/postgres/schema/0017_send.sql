@@ -48,13 +48,14 @@ CREATE FUNCTION busload.send(
     headers        jsonb       DEFAULT NULL,
     expires_at     timestamptz DEFAULT NULL,
     fair_by        text        DEFAULT NULL,
-    transport      text        DEFAULT NULL    -- the broker that a relay tells; null: workers find it
+    transport      text        DEFAULT NULL    -- whose relay publishes it; null: workers find it
 ) RETURNS uuid
     LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $$
 #variable_conflict use_column
 <<mine>>
 DECLARE
     nil      CONSTANT uuid := '00000000-0000-0000-0000-000000000000';
+    known    CONSTANT text := 'nats,pgmq,postgresql,rabbitmq,redis,servicebus';
     written  text := coalesce(send.data, 'null')::text;
     due      timestamptz := send.run_at;
     id       bigint;
@@ -82,6 +83,17 @@ BEGIN
         problem = concat_ws('; ', nullif(problem, ''),
             'TOO_DEEP at /data: found more than 64 nested containers');
     END IF;
+    IF octet_length(written) > 4300 THEN
+        -- jsonb writes numbers without exponents, so digits that Python cannot read cover a sample.
+        IF EXISTS (SELECT FROM convert_to(written, 'UTF8') AS bytes,
+                               generate_series(1, octet_length(written), 4200) AS n
+                         WHERE encode(substr(bytes, n, 64), 'escape') ~ '^[0-9]{64}$')
+           AND jsonb_path_exists(send.data, 'strict $.** ? (@ >= 1e4300 || @ <= -1e4300)') THEN
+            problem = concat_ws('; ', nullif(problem, ''),
+                'NUMBER_TOO_LONG at /data: found a number of more than 4300 digits, at most 4300 are '
+                'allowed; pass it as a string');
+        END IF;
+    END IF;
     -- What few commands have is looked at only if this one has it.
     IF send.delay IS NOT NULL THEN
         IF send.run_at IS NOT NULL OR send.delay < interval '0' THEN
@@ -90,13 +102,20 @@ BEGIN
         END IF;
         due = now() + send.delay;
     END IF;
+    IF due < '0002-01-02 00:00+00' THEN   -- no Python reads what is before the year 1; what is past means now
+        due = NULL;
+    END IF;
     IF coalesce(send.task_key, send.reply_to, send.fair_by, send.headers::text, send.transport) IS NOT NULL
        OR coalesce(due, send.expires_at) IS NOT NULL OR send.max_attempts IS NOT NULL
        OR coalesce(send.correlation_id, send.batch_id) IS NOT NULL OR send.dedup IS NOT NULL THEN
         problem = concat_ws('; ', nullif(problem, ''),
             busload.wrong_text('task_key', send.task_key, 512),
             busload.wrong_text('fair_by', send.fair_by, 255),
-            busload.wrong_text('transport', send.transport, 255),
+            CASE WHEN send.transport <> ALL (string_to_array(concat_ws(
+                    ',', known, nullif(current_setting('busload.transports', true), '')), ','))
+                 THEN format('INVALID_OPTION at /transport: found %L, wanted the name of a transport: %s. A '
+                             'transport of your own is named by the setting busload.transports',
+                             left(send.transport, 80), replace(known, ',', ', ')) END,
             CASE WHEN send.reply_to IS NOT NULL THEN busload.wrong_name('reply_to', send.reply_to) END,
             CASE WHEN send.max_attempts NOT BETWEEN 1 AND 32767
                  THEN format('INVALID_OPTION at /max_attempts: found %s, wanted a whole number from 1 to '
