@@ -19,42 +19,44 @@ LONGEST = 4096
 class Statements:
     """The statements of one file, as attributes.
 
-    The file is read at once, so that a process keeps its statements while another release is installed. They are made
-    from its text at the first use: most processes, such as a command of the command line, use few files.
+    The file is read at once, so that a process keeps its statements while another release is installed. Each statement
+    is made from its text at its first use: most processes use few of them.
     """
 
     def __init__(self, module: str) -> None:
         folder, _, self.subject = module.rpartition(".")
         self._text = files(folder).joinpath(f"{self.subject}.sql").read_text(encoding="utf-8")
 
-    @cached_property
+    @property
     def by_name(self) -> dict[str, bytes]:
-        return self._made[0]
+        return {name: getattr(self, name) for name in self._parts[0]}
 
     @property
     def fragments(self) -> dict[str, str]:
-        return self._made[1]
+        return self._parts[1]
 
     @cached_property
-    def _made(self) -> tuple[dict[str, bytes], dict[str, str]]:
-        by_name: dict[str, bytes] = {}
+    def _parts(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The bodies of the statements, and the fragments."""
+        bodies: dict[str, str] = {}
         fragments: dict[str, str] = {}
         for other in re.findall(r"^-- fragments of: (\S+)$", self._text, flags=re.MULTILINE):
             fragments |= statements(other).fragments
         _, *parts = re.split(r"^-- (name|fragment): (\w+)\n", self._text, flags=re.MULTILINE)
         for kind, name, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-            whole = _expanded(_in_one_line(body), fragments)
             if kind == "fragment":
-                fragments[name] = whole
+                fragments[name] = _expanded(_in_one_line(body), fragments)
             else:
-                by_name[name] = _shortened(_qualified(whole)).encode()
-        return by_name, fragments
+                bodies[name] = body
+        return bodies, fragments
 
     def __getattr__(self, name: str) -> bytes:
-        try:
-            return self.by_name[name]
-        except KeyError:
-            raise AttributeError(f"{self.subject}.sql has no statement named {name!r}") from None
+        body = self._parts[0].get(name)
+        if body is None:
+            raise AttributeError(f"{self.subject}.sql has no statement named {name!r}")
+        made = _shortened(_qualified(_expanded(_in_one_line(body), self.fragments))).encode()
+        setattr(self, name, made)  # found there from now on
+        return made
 
 
 def _expanded(statement: str, fragments: Mapping[str, str]) -> str:
