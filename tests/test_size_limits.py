@@ -59,7 +59,7 @@ def longest_reason() -> int:
 
 LIMITS = InputLimits()
 DECLARED: dict[str, int] = {
-    "commands in a list or a batch, at least": 1,
+    "commands in a list for `create_batch`, at least": 1,
     "commands in a batch, at most": 2**31 - 1,
     "jobs in a batch of jobs": job_batch.MOST,
     "commands in a statement": send.SOME,
@@ -113,6 +113,10 @@ def test_the_page_tells_the_limits_that_the_code_has() -> None:
 OVER: dict[str, tuple[str, Callable[[CommandBus, int], Awaitable[object]]]] = {
     "bytes of `custom_data` (setting)": ("TOO_LARGE", lambda bus, n: batch(bus, custom_data={"x": "x" * n})),
     "bytes of a batch's name": ("TOO_LONG", lambda bus, n: batch(bus, name="x" * n)),
+    "commands between checkpoints of an open batch": (
+        "INVALID_OPTION",
+        lambda bus, n: opened_and_sealed(bus, checkpoint_size=n),
+    ),
     "bytes of a command's data (setting)": ("TOO_LARGE", lambda bus, n: bus.send(DOMAIN, "Debit", {"x": "x" * n})),
     "depth of data (setting)": ("TOO_DEEP", lambda bus, n: bus.send(DOMAIN, "Debit", nested(n))),
     "digits of an integer in data (setting)": (
@@ -154,6 +158,11 @@ async def batch(bus: CommandBus, **options: Any) -> None:
     await bus.create_batch(DOMAIN, [BatchCommand("Debit", data={})], **options)
 
 
+async def opened_and_sealed(bus: CommandBus, **options: Any) -> None:
+    async with bus.open_batch(DOMAIN, **options):
+        pass
+
+
 def nested(depth: int) -> dict[str, Any]:
     value: Any = 0
     for _ in range(depth):
@@ -186,6 +195,7 @@ async def test_an_empty_list_makes_no_batch(bus: CommandBus, database: Database)
     with pytest.raises(ValueError):
         await bus.create_batch(DOMAIN, [])
     assert database.count("batch") == 0
+    assert await bus.send_many(DOMAIN, []) == []
 
 
 async def test_a_batch_that_is_full_stays_as_it_is(bus: CommandBus, database: Database) -> None:

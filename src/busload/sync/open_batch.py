@@ -14,7 +14,7 @@ from busload.batches.batch import facts_of_batch, with_priority
 from busload.batches.open_batch import _ms_since, log
 from busload.commands import send
 from busload.commands.check_commands import check_one
-from busload.commands.checks import require, whole
+from busload.commands.checks import check
 from busload.commands.command import AddOptions, NewCommand, new_command
 from busload.commands.data_type import DataTypes
 from busload.commands.dedup import Dedup
@@ -47,7 +47,7 @@ class SyncOpenBatch:
         opened: Callable[[UUID], None],
     ) -> None:
         """`opened` is called with the batch's id once the batch exists."""
-        require(whole(1), checkpoint_size=checkpoint_size)
+        check(limits, checkpoint_size=checkpoint_size)
         self.batch_id, self.domain, self.added, self.skipped = batch.batch_id, batch.domain, 0, 0
         self._database, self._conn, self._opened = database, conn, opened
         self._batch = replace(batch, way="open_batch")
