@@ -101,15 +101,15 @@ def test_an_unknown_job_is_not_found(busload: Busload) -> None:
 
 
 def test_the_shell_finds_batches_by_any_id_of_a_job(sync_bus: SyncCommandBus, busload: Busload) -> None:
-    """A text as a whole, and a UUID by its beginning; a text may look like the beginning of one."""
-    whole = UUID("0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00")
-    ids: list[str | UUID] = ["import-7", "cafe", whole]
+    """A text as a whole, and a UUID by its beginning; a text may look like the beginning of one, or like all of it."""
+    whole, digits = UUID("0198c5d2-7f3a-7c11-9d2e-5b1c8a6e4f00"), "1cdd2a59188143a89f85548f389d1b86"
+    ids: list[str | UUID] = ["import-7", "cafe", whole, digits]
     batches = [str(sync_bus.create_batch(DOMAIN, [BatchCommand("Debit")], job_id=each, stage=3)) for each in ids]
 
     def ls(*options: object) -> str:
         return busload("batch", "ls", "--json", "--job", *options).stdout
 
-    for given, batch_id in (("import-7", 0), ("cafe", 1), (whole, 2), ("0198c5", 2)):
+    for given, batch_id in (("import-7", 0), ("cafe", 1), (whole, 2), ("0198c5", 2), (whole.hex, 2), (digits, 3)):
         for where in ((), ("--domain", DOMAIN)):
             found = ls(given, *where)
             assert batches[batch_id] in found and found.count("batch_id") == 1, (given, where)

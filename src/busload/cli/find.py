@@ -37,10 +37,10 @@ def job_of_batches(bus: SyncCommandBus, text: str, domain: str | None) -> JobId:
         ids = id_or_beginning(text)
     except click.BadParameter:
         return text
+    if any(bus.list_batches(each, job_id=text, limit=1) for each in domains_of(bus, domain)):
+        return text  # a text may consist of hex digits, as many as a UUID has, too
     if ids.whole is not None:  # it need not be that of a job which has batches
         return ids.whole
-    if any(bus.list_batches(each, job_id=text, limit=1) for each in domains_of(bus, domain)):
-        return text
     found: JobId = find_one(bus, "job of batches", ids, domain)[1]
     return found
 
