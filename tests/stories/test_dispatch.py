@@ -659,6 +659,28 @@ async def test_optimistic_takes_back_only_what_was_refused(
     assert (await report(bus, batch_id)).status == "recovered"
 
 
+async def test_optimistic_takes_back_what_was_refused_though_the_first_try_has_failed(
+    bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
+) -> None:
+    """The report would say that all of it was published after all, and nobody would publish the refused ones"""
+    database.rows("CREATE SEQUENCE tries")
+    database.rows(
+        "CREATE FUNCTION once() RETURNS trigger LANGUAGE plpgsql AS"
+        " $$BEGIN IF nextval('public.tries') = 1 THEN RAISE 'no space'; END IF; RETURN NULL; END$$"
+    )
+    database.rows("CREATE TRIGGER once BEFORE DELETE ON busload.queue EXECUTE FUNCTION once()")
+    transport.refuse(REFUSED, 0, 4, 9)
+    batch_id = await bus.create_batch(DOMAIN, commands(1000), dispatch="optimistic")
+    told = await report(bus, batch_id)
+    assert told.warning is not None and "no space" in told.warning
+    assert (told.status, told.queued_tasks, told.retry_tasks) == ("partial_success", 700, 300)
+    statuses = dict(database.rows("SELECT status, count(*) FROM busload.command_status GROUP BY 1"))
+    assert statuses == {"PENDING": 700, "PENDING_RETRY": 300}
+    transport.mend()
+    await all_run_once(bus, database, worker_settings, 1000)
+    assert (await report(bus, batch_id)).status == "recovered"
+
+
 async def test_optimistic_with_no_broker_at_all_recovers(
     bus: CommandBus, transport: FaultyTransport, database: Database, worker_settings: WorkerSettings
 ) -> None:

@@ -303,6 +303,7 @@ class Creation(CreationRecord):
     def __init__(self, publisher: Publisher, database: Database, batch: NewBatch, strategy: Strategy) -> None:
         super().__init__(batch, publisher.transport.name, strategy)
         self.publisher, self.database = publisher, database
+        self._unmarked: list[Piece] = []
 
     async def at_once(self, commands: Sequence[NewCommand]) -> None:
         """Write all commands in one transaction, publish them, and say what became of the messages.
@@ -385,9 +386,17 @@ class Creation(CreationRecord):
         except psycopg.Error as error:
             self.warning = f"What was published could not be marked so: {error}"
             log.warning("Batch %s: %s", self.batch.batch_id, self.warning)
+            self._unmarked += pieces
+
+    async def _take_back_again(self) -> None:
+        """Optimistic: what was refused and not taken back looks as if it had been published, so try once more."""
+        with suppress(psycopg.Error), self.timing("mark_ms"):
+            await self.database.in_transaction(self.marking(self._unmarked, None))
 
     async def _finish(self) -> bool:
         """Log and store how it went. Returns whether the database has stored it: only that can fail."""
+        if self.strategy is Strategy.OPTIMISTIC and self.refused and self._unmarked:
+            await self._take_back_again()
         outcome, batch_id = self.outcome(), self.batch.batch_id
         if self.refused:
             log.warning(
