@@ -396,6 +396,24 @@ def test_an_export_can_have_other_names_and_forms(busload: Busload, tracker: Syn
     assert len(json.loads(busload("tracker", "compare", "--export", file, "--json").stdout)) == 2
 
 
+def test_an_export_without_queues_cannot_be_asked_for_one(
+    busload: Busload, tracker: SyncTaskTracker, tmp_path: Path
+) -> None:
+    """All tasks would be missing there. A few documents without a queue are of none that was asked for."""
+    execution = tracker.enqueue(tracker.task_id(QUEUE, "1"), queue=QUEUE)
+    assert execution is not None
+    known = document(execution, queueName=QUEUE)
+    renamed = {"place": known.pop("queueName"), **known}
+    file = exported(tmp_path / "export.jsonl", renamed)
+    options = ("tracker", "compare", "--export", file, "--queue", QUEUE)
+    result = busload(*options)
+    assert result.exit_code == 2
+    assert "found no queue in any of its documents, wanted one in queueName or queue or queue_name" in result.stderr
+    assert busload(*options, "--map", "queue=place").exit_code == 0
+    exported(tmp_path / "export.jsonl", {**known, "taskId": "other"}, {**known, "queueName": QUEUE})
+    assert busload(*options).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [

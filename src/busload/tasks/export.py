@@ -36,9 +36,13 @@ class OldExport:
         """`names` are fields that have another name than `FIELDS` says; `queues` leaves out documents of others."""
         self._fields = {field: (names[field],) if field in names else usual for field, usual in FIELDS.items()}
         newest: dict[str, tuple[datetime, int, OldTask]] = {}
+        number, named = 0, False
         for number, document in _documents(lines):
-            if queues is not None and self._value(document, "queue", number) not in queues:
-                continue
+            if queues is not None:
+                queue = self._value(document, "queue", number)
+                named = named or queue is not None
+                if queue not in queues:
+                    continue
             task_id = self._value(document, "task_id", number)
             if task_id is None:
                 wanted = " or ".join(self._fields["task_id"])
@@ -49,6 +53,9 @@ class OldExport:
             at = _time(self._found(document, "created_at"), number)
             if task_id not in newest or (at, number) > newest[task_id][:2]:
                 newest[task_id] = (at, number, task)
+        if queues is not None and number and not named:
+            wanted = " or ".join(self._fields["queue"])
+            raise ExportError(f"found no queue in any of its documents, wanted one in {wanted}, or no --queue")
         self._tasks = {task_id: task for task_id, (_, _, task) in newest.items()}
         self._sorted = sorted(self._tasks)
 
