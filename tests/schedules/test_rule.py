@@ -159,7 +159,7 @@ def test_a_rule_is_read_as_it_was_kept() -> None:
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"cron": "0 0 30 2 *"}, "NEVER_DUE", "'0 0 30 2 *', which never comes"),
     ({"cron": "0 0 31 4,6,9,11 *"}, "NEVER_DUE", "never comes"),
-    ({"calendar": Calendar(at="05:00", days=[30, 31], months=[2])}, "NEVER_DUE", "never comes"),
+    ({"calendar": Calendar(at="05:00", days=[30, 31], months=[2])}, "NEVER_DUE", "/calendar: found Calendar("),
     ({"cron": "61 * * * *"}, "INVALID_CRON", "whose minute '61' cannot be read"),
     ({"cron": "0 0 * * FRY"}, "INVALID_CRON", "whose day of the week 'FRY' cannot be read"),
     ({"cron": "* * *"}, "INVALID_CRON", "which has 3 fields; wanted minute, hour"),

@@ -174,7 +174,7 @@ def rule(
     if isinstance(cron, str):
         expressions = (_checked(SHORTHANDS.get(cron.strip().lower(), cron)),)
     elif isinstance(calendar, Calendar):
-        expressions = tuple(map(_checked, calendar.expressions()))
+        expressions = tuple(_checked(expression, calendar) for expression in calendar.expressions())
     assert isinstance(timezone, str)
     assert isinstance(every, timedelta | None)
     assert isinstance(starts_at, datetime | None)
@@ -241,8 +241,11 @@ def _alike(name: str) -> str | None:
     return None
 
 
-def _checked(expression: str) -> str:
-    """The expression with single spaces. One that cannot be read, or never comes, is refused."""
+def _checked(expression: str, calendar: Calendar | None = None) -> str:
+    """The expression with single spaces. One that cannot be read, or never comes, is refused.
+
+    Who wrote a calendar has never seen the expression that is made from it, and is told of the calendar.
+    """
     from cronsim import CronSim, CronSimError
 
     fields = expression.split()
@@ -261,7 +264,7 @@ def _checked(expression: str) -> str:
             except CronSimError:
                 message = f"found {shown(expression)}, whose {FIELDS[place]} {shown(field)} cannot be read"
                 raise InvalidCommandError([Problem("INVALID_CRON", "/cron", message)], writes=False) from None
-        raise _never(expression, "cron") from None
+        raise (_never(expression, "cron") if calendar is None else _never(calendar, "calendar")) from None
     except (AssertionError, ValueError):  # a form that the package has no word for, such as 1L/2
         message = f"found {shown(expression)}, which cannot be read"
         raise InvalidCommandError([Problem("INVALID_CRON", "/cron", message)], writes=False) from None
