@@ -100,6 +100,32 @@ def test_jobs_of_the_same_number_in_two_databases_are_two_commands(
     assert_sent(sync_bus, "pgqueuer", "later", times=2)
 
 
+def test_a_job_that_waits_for_ever_stays_and_others_are_imported(sync_bus: SyncCommandBus, jobs: str) -> None:
+    """Python reads no such time; one that has passed for ever runs at once."""
+    with psycopg.connect(jobs, autocommit=True) as conn:
+        conn.execute("UPDATE pgqueuer SET execute_after = 'infinity' WHERE entrypoint = 'later'")
+        conn.execute("UPDATE pgqueuer SET execute_after = '-infinity' WHERE entrypoint = 'welcome'")
+        for dry_run in (True, False):
+            report = take_over(sync_bus, PgQueuer(jobs, joins=True, entrypoints=["welcome", "later"]), dry_run=dry_run)
+            assert (report.found, report.imported) == (2, 1)
+            assert "It is scheduled for infinity" in report.skipped[0].reason
+    [welcome] = assert_sent(sync_bus, "pgqueuer", "welcome", times=1)
+    assert (welcome.status, left(jobs)) == ("PENDING", ["later", "raw", "runs"])
+
+
+def test_base64_is_offered_for_what_it_would_import(sync_bus: SyncCommandBus, jobs: str) -> None:
+    """A payload that is too large is larger still in base64."""
+    with psycopg.connect(jobs, autocommit=True) as conn:
+        conn.execute("UPDATE pgqueuer SET payload = convert_to('\"' || repeat('x', 2000000) || '\"', 'UTF8')")
+        conn.execute("UPDATE pgqueuer SET payload = %s WHERE entrypoint = 'raw'", [b'"\\u0000"'])
+    report = take_over(sync_bus, PgQueuer(jobs, joins=True), dry_run=True)
+    assert {one.name: "--base64" in one.reason for one in report.skipped} == {
+        "welcome": False,
+        "later": False,
+        "raw": True,
+    }
+
+
 def test_a_database_without_pgqueuer_is_told(sync_bus: SyncCommandBus, dsn: str) -> None:
     with pytest.raises(InvalidOperationError, match="There is no table pgqueuer in this database"):
         take_over(sync_bus, PgQueuer(dsn, joins=True))

@@ -100,6 +100,38 @@ def test_jobs_of_the_same_number_in_two_databases_are_two_commands(
     assert_sent(sync_bus, "post", "welcome", times=2)
 
 
+def test_a_job_that_waits_for_ever_stays_and_others_are_imported(sync_bus: SyncCommandBus, jobs: str) -> None:
+    """Python reads no such time; one that has passed for ever runs at once."""
+    with psycopg.connect(jobs, autocommit=True) as conn:
+        conn.execute("UPDATE procrastinate_jobs SET scheduled_at = '12000-01-01' WHERE task_name = 'later'")
+        conn.execute("UPDATE procrastinate_jobs SET scheduled_at = '-infinity' WHERE task_name = 'count'")
+    for dry_run in (True, False):
+        report = take_over(sync_bus, Procrastinate(jobs, joins=True), domain="mail", dry_run=dry_run)
+        assert (report.found, report.imported) == (3, 2)
+        assert "It is scheduled for 12000-01-01" in report.skipped[0].reason
+    [count] = assert_sent(sync_bus, "mail", "count", {"n": 1}, times=1)
+    assert (count.status, count.run_at) == ("PENDING", None)
+    assert [status for _, status in statuses(jobs)] == ["cancelled", "todo", "doing", "cancelled"]
+
+
+def test_tables_in_another_schema_are_imported_by_a_search_path(
+    sync_bus: SyncCommandBus, server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of an import that found no table says how."""
+    monkeypatch.setenv("BUSLOAD_DATABASE_URL", sync_bus.dsn)
+    with server.database(migrated=False) as there:
+        with psycopg.connect(there, autocommit=True) as conn:
+            conn.execute("CREATE SCHEMA jobs; ALTER DATABASE " + conn.info.dbname + " SET search_path = jobs")
+        installed(there)
+        with psycopg.connect(there, autocommit=True) as conn:
+            conn.execute("ALTER DATABASE " + conn.info.dbname + " RESET search_path")
+        command = ["import", "procrastinate", "--source"]
+        refused = CliRunner().invoke(main, [*command, there])
+        assert (refused.exit_code, "options=-csearch_path%3DSCHEMA" in refused.output) == (1, True)
+        found = CliRunner().invoke(main, [*command, f"{there}&options=-csearch_path%3Djobs"])
+        assert (found.exit_code, found.output.splitlines()[0]) == (0, "Imported 3 of 3 tasks.")
+
+
 def test_a_database_without_procrastinate_is_told(sync_bus: SyncCommandBus, dsn: str) -> None:
     with pytest.raises(InvalidOperationError, match="There is no table procrastinate_jobs in this database"):
         take_over(sync_bus, Procrastinate(dsn, joins=True))

@@ -140,7 +140,7 @@ def _answer(report: Report, note: str | None = None) -> Answer:
             taken = counted(report.taken_meanwhile, "task was", "tasks were")
             paragraph(f"{taken} taken by workers of the other queue meanwhile, and may run twice.")
         if report.skipped:
-            paragraph(f"{counted(len(report.skipped), 'task stays', 'tasks stay')} where they are:")
+            paragraph(f"{counted(len(report.skipped), 'task stays where it is', 'tasks stay where they are')}:")
         for one in report.skipped[:MOST_SHOWN]:
             click.echo(f"  {one.queue}/{one.name} {one.source_id}: {one.reason}")
         if note is not None:

@@ -65,6 +65,11 @@ class JobTable(ABC):
         conn.commit()
 
 
+def beyond_reach(time: str) -> str:
+    """Why a job that is scheduled for a time after the year 9999 stays."""
+    return f"It is scheduled for {time}, and a command waits until the year 9999 at most."
+
+
 @dataclass(frozen=True, slots=True)
 class JobPage:
     """Some jobs, and the transaction in which they are removed."""

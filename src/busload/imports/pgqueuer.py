@@ -9,7 +9,7 @@ from typing import Any
 
 from busload.commands.command import BatchCommand
 from busload.commands.payload import PayloadRefusedError, decode_strict
-from busload.imports.job_table import JobStatements, JobTable
+from busload.imports.job_table import JobStatements, JobTable, beyond_reach
 from busload.imports.take_over import WaitingTask, command_id_of
 from busload.postgres.statements import statements
 
@@ -25,7 +25,10 @@ class PgQueuer(JobTable):
 
     name = "pgqueuer"
     statements = JobStatements(SQL.has_jobs, SQL.waiting, SQL.lock_waiting, SQL.cancel)
-    not_found = "There is no table pgqueuer in this database. Name that of PgQueuer as the argument DSN."
+    not_found = (
+        "There is no table pgqueuer in this database, where its search_path looks. Name that of PgQueuer as the"
+        " argument DSN; for a table in another schema, add options=-csearch_path%3DSCHEMA to it."
+    )
 
     def __init__(self, dsn: str, *, joins: bool, entrypoints: Sequence[str] = (), in_base64: bool = False) -> None:
         super().__init__(dsn, joins=joins, names=entrypoints)
@@ -41,12 +44,14 @@ class PgQueuer(JobTable):
         payload: bytes | None,
         headers: Mapping[str, object] | None,
         run_at: datetime | None,
+        beyond: str | None,
     ) -> WaitingTask:
+        if beyond is not None:
+            return WaitingTask(str(id), self.name, entrypoint, None, beyond_reach(beyond), id)
         try:
             data = self._data(payload)
         except PayloadRefusedError as refused:
-            problem = f"Its payload is not JSON: {refused} --base64 imports it as text."
-            return WaitingTask(str(id), self.name, entrypoint, None, problem, id)
+            return WaitingTask(str(id), self.name, entrypoint, None, _why_not(refused), id)
         command = BatchCommand(
             entrypoint,
             command_id_of(self.name, f"{id}:{created}"),  # another database has a job of the same number
@@ -67,3 +72,9 @@ class PgQueuer(JobTable):
             if not self._in_base64:
                 raise
             return {"base64": base64.b64encode(payload).decode()}
+
+
+def _why_not(refused: PayloadRefusedError) -> str:
+    if refused.problem.code == "TOO_LARGE":  # and larger still in base64
+        return f"Its payload is refused: {refused}."
+    return f"Its payload is not JSON that busload takes: {refused}. --base64 imports it as text."

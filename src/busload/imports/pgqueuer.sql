@@ -3,9 +3,10 @@
 SELECT to_regclass('pgqueuer') IS NOT NULL;
 
 -- fragment: waiting
--- The next jobs that wait, oldest first.
+-- The next jobs that wait, oldest first. A time that Python cannot read, such as infinity, comes as text.
 SELECT id, extract(epoch FROM created)::text, entrypoint, priority, dedupe_key, payload, headers,
-       CASE WHEN execute_after > now() THEN execute_after END
+       CASE WHEN execute_after > now() AND execute_after < '9999-12-30' THEN execute_after END,
+       CASE WHEN execute_after >= '9999-12-30' THEN execute_after::text END
   FROM pgqueuer
  WHERE status = 'queued' AND id > %(after)s::bigint
    AND (cardinality(%(names)s::text[]) = 0 OR entrypoint = ANY (%(names)s::text[]))

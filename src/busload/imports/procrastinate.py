@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from busload.commands.command import BatchCommand
-from busload.imports.job_table import JobStatements, JobTable
+from busload.imports.job_table import JobStatements, JobTable, beyond_reach
 from busload.imports.take_over import WaitingTask, command_id_of
 from busload.postgres.statements import statements
 
@@ -22,13 +22,18 @@ class Procrastinate(JobTable):
 
     name = "procrastinate"
     statements = JobStatements(SQL.has_jobs, SQL.waiting, SQL.lock_waiting, SQL.cancel)
-    not_found = "There is no table procrastinate_jobs in this database. Name that of procrastinate by --source."
+    not_found = (
+        "There is no table procrastinate_jobs in this database, where its search_path looks. Name that of procrastinate"
+        " by --source; for a table in another schema, add options=-csearch_path%3DSCHEMA to its DSN."
+    )
 
     def __init__(self, dsn: str, *, joins: bool, queues: Sequence[str] = ()) -> None:
         super().__init__(dsn, joins=joins, names=queues)
 
     def task(self, *row: Any) -> WaitingTask:
-        id, deferred, queue, name, priority, lock, queueing_lock, args, scheduled_at = row
+        id, deferred, queue, name, priority, lock, queueing_lock, args, scheduled_at, beyond = row
+        if beyond is not None:
+            return WaitingTask(str(id), str(queue), str(name), None, beyond_reach(beyond), id)
         command = BatchCommand(
             str(name),
             command_id_of(self.name, f"{id}:{deferred}"),  # another database has a job of the same number

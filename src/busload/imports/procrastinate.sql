@@ -3,9 +3,11 @@
 SELECT to_regclass('procrastinate_jobs') IS NOT NULL;
 
 -- fragment: waiting
--- The next jobs that wait, oldest first.
+-- The next jobs that wait, oldest first. A time that Python cannot read, such as infinity, comes as text.
 SELECT id, (SELECT extract(epoch FROM min(e.at))::text FROM procrastinate_events AS e WHERE e.job_id = j.id),
-       queue_name::text, task_name::text, priority, lock, queueing_lock, args, scheduled_at
+       queue_name::text, task_name::text, priority, lock, queueing_lock, args,
+       CASE WHEN scheduled_at > now() AND scheduled_at < '9999-12-30' THEN scheduled_at END,
+       CASE WHEN scheduled_at >= '9999-12-30' THEN scheduled_at::text END
   FROM procrastinate_jobs AS j
  WHERE status = 'todo' AND id > %(after)s::bigint
    AND (cardinality(%(names)s::text[]) = 0 OR queue_name::text = ANY (%(names)s::text[]))
