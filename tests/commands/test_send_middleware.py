@@ -255,6 +255,27 @@ async def test_it_sees_what_the_call_raises(bus: CommandBus, database: Database)
     assert database.count("command") == 0
 
 
+async def test_headers_that_are_none_are_refused_though_middleware_adds_some(
+    bus: CommandBus, database: Database
+) -> None:
+    """The command would have had the headers of the middleware, and the caller's would have been lost."""
+
+    @bus.send_middleware
+    def add_tenant(call: SendCall) -> Iterator[None]:
+        call.headers["tenant"] = "acme"
+        yield
+
+    for wrong in ("x", [("tenant", "acme")], 0):
+        options: Any = {"headers": wrong}
+        with pytest.raises(InvalidCommandError, match="a dict of texts"):
+            await bus.send("payments", "Debit", **options)
+        with pytest.raises(InvalidCommandError, match="a dict of texts"):
+            await bus.create_batch("payments", [BatchCommand("Debit")], **options)
+        with pytest.raises(InvalidCommandError, match="a dict of texts"):
+            bus.open_batch("payments", **options)
+    assert database.count("command") == 0
+
+
 def test_the_sync_face_has_it_too(sync_bus: SyncCommandBus, database: Database) -> None:
     @sync_bus.send_middleware
     def add_tenant(call: SendCall) -> Iterator[None]:

@@ -132,10 +132,14 @@ def wrong_text(text: object, path: str, max_bytes: int) -> list[Problem]:
     return []
 
 
+def no_headers(found: object, path: str) -> Problem:
+    return wrong(found, path, "a dict of texts, for example {'tenant': 'acme'}")
+
+
 def wrong_headers(headers: object, path: str, limits: InputLimits) -> list[Problem]:
     """Texts by name beside the data; every name and value that breaks the rule is told."""
     if not isinstance(headers, Mapping):
-        return [wrong(headers, path, "a dict of texts, for example {'tenant': 'acme'}")]
+        return [no_headers(headers, path)]
     problems: list[Problem] = []
     for name, value in headers.items():
         if found := wrong_text(name, path, limits.headers_bytes):

@@ -7,8 +7,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from busload.commands.checks import no_headers
 from busload.commands.command import BatchCommand
 from busload.commands.data_type import DataTypes
+from busload.errors import InvalidCommandError
 
 CallName = Literal[
     "send",
@@ -63,11 +65,13 @@ def around_send(
     command_type: str | None = None,
 ) -> Iterator[SendCall]:
     """Send within the block. The first middleware is the outermost one."""
-    given = {**headers} if isinstance(headers, Mapping) else {}  # what is no mapping is refused by the check
-    sending = SendCall(call, domain, command_type, given)
+    given = {} if headers is None else headers
+    sending = SendCall(call, domain, command_type, {**given} if isinstance(given, Mapping) else {})
     with ExitStack() as stack:
         for middleware in middlewares:
             stack.enter_context(contextmanager(middleware)(sending))
+        if not isinstance(given, Mapping):  # what middleware has added would take its place, and no check would see it
+            raise InvalidCommandError([no_headers(given, "headers")])
         yield sending
 
 
