@@ -56,6 +56,34 @@ def test_the_error_of_a_handler_reaches_the_sender(sync_bus: SyncCommandBus) -> 
         sync_bus.send("payments", "Debit", max_attempts=1)
 
 
+async def test_a_handler_that_snoozes_has_not_failed(bus: CommandBus) -> None:
+    """The sender gets no error, neither of its own command nor of one that was put off before and is due now"""
+
+    @bus.handler("payments", "Debit")
+    async def debit(command: Command, ctx: HandlerContext) -> None:
+        if command.data:
+            ctx.snooze(command.data)
+
+    with eager(bus):
+        later = await bus.send("payments", "Debit", 3600)
+        again = await bus.send("payments", "Debit", 0.001)
+        await bus.send("payments", "Debit")
+        for sent in (later, again):
+            command = await bus.get_command("payments", sent.command_id)
+            assert command is not None
+            assert command.status == "SCHEDULED"
+
+
+def test_a_handler_that_snoozes_has_not_failed_without_await(sync_bus: SyncCommandBus) -> None:
+    @sync_bus.handler("payments", "Debit")
+    def debit(command: Command, ctx: SyncHandlerContext) -> None:
+        ctx.snooze(3600)
+
+    with eager(sync_bus):
+        sync_bus.send("payments", "Debit")
+    assert_sent(sync_bus, "payments", "Debit", times=1, status="SCHEDULED")
+
+
 async def test_handlers_find_the_state_of_the_test_also_in_a_transaction(bus: CommandBus) -> None:
     """The bus has a lifespan, which a call with `conn` does not open"""
     seen: list[object] = []

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Any
 
 from busload.bus import CommandBus
+from busload.errors import SnoozeError
 from busload.handlers.registry import Handler
 from busload.postgres import waiting
 from busload.testing.faces import AnyBus, refuse_no_bus
@@ -30,8 +31,9 @@ def eager(bus: AnyBus, *, raises: bool = True, state: Any = NO_STATE) -> Iterato
 
     Commands are written and run as always: results, batches, callbacks and replies are in the database afterwards, and
     retries that are due at once have been made. If a handler has raised, the call raises the same error, unless
-    `raises` is False. A call with `conn` runs the handlers in that transaction. `state` is what handlers find as
-    `ctx.state`, in the place of what the lifespan of the bus would open; a call with `conn` opens no lifespan.
+    `raises` is False; a handler that snoozes has not failed. A call with `conn` runs the handlers in that transaction.
+    `state` is what handlers find as `ctx.state`, in the place of what the lifespan of the bus would open; a call with
+    `conn` opens no lifespan.
 
     It shows what a handler does, and not how busload works around it: nothing runs beside anything else, the sender
     waits for its handlers, and what is scheduled for later stays where it is.
@@ -60,6 +62,8 @@ def _recorded(handler: Handler, errors: list[BaseException]) -> Callable[..., An
     async def awaited(subject: Any, ctx: Any) -> Any:
         try:
             return await handler.function(subject, ctx)
+        except SnoozeError:
+            raise  # the command is put off, and its handler has not failed
         except waiting.FAILURES as error:
             errors.append(error)
             raise
@@ -68,6 +72,8 @@ def _recorded(handler: Handler, errors: list[BaseException]) -> Callable[..., An
     def called(subject: Any, ctx: Any) -> Any:
         try:
             return handler.function(subject, ctx)
+        except SnoozeError:
+            raise
         except Exception as error:
             errors.append(error)
             raise
