@@ -30,6 +30,7 @@ from busload import (
 from busload.buffers import Buffer, BufferTable
 from busload.buffers.declaration import EXHAUSTED, GROUP
 from busload.commands import claim
+from busload.commands.retry import Verdict
 from busload.errors import InvalidOperationError
 from tests.given import Database, Given, eventually
 
@@ -293,6 +294,60 @@ async def test_a_verdict_for_an_unknown_item_or_twice_is_the_failure_of_the_call
     assert left(database) == ["b"] and len(said) == 3
     [item] = await parked(bus)
     assert item.last_error_type == "InvalidOperationError" and "an exception or a text" in item.last_error_message
+
+
+@pytest.mark.parametrize("verdict", ["failed", "permanent"])
+async def test_a_rule_that_gives_events_up_leaves_them_to_a_person(
+    bus: CommandBus, given: Given, database: Database, verdict: Verdict
+) -> None:
+    """A command that ends as FAILED would leave its events behind, where nobody sees them. One event, and a group"""
+    events = bus.buffer(EVENTS, size=3)
+
+    def judge(group: Group, ctx: HandlerContext) -> None:
+        if "all" in [item.data for item in group]:
+            raise KeyError("all")
+        for item in group:
+            group.fail(item, KeyError("no such contact")) if item.data == "bad" else group.succeed(item)
+
+    ran = running(events, judge, retry=RetryPolicy(3, (0,), rules={LookupError: verdict}))
+    await events.add_many(["all", "b", "c", "ok", "bad", "fine"])
+    await drain(given)
+    assert len(ran.calls) == 2
+    assert left(database) == ["all", "b", "c", "bad"]
+    assert [item.reason for item in await parked(bus)] == ["PERMANENT", "PERMANENT"]
+    database.check_invariants()
+
+
+async def test_a_table_that_refuses_leaves_no_event_behind_whatever_the_rules_say(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """Whatever fails beside the handler is judged by the same rules"""
+    events = bus.buffer(EVENTS, size=3)
+    running(events, retry=RetryPolicy(3, (0,), rules={Exception: "failed"}))
+    await events.add_many(["a", "b", "c"])
+    database.rows(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE ''not now''; END';"
+        " CREATE TRIGGER refuse BEFORE DELETE ON busload.buffered FOR EACH STATEMENT EXECUTE FUNCTION refuse()"
+    )
+    await drain(given)
+    assert left(database) == ["a", "b", "c"]
+    assert [item.status for item in (await bus.list_commands(EVENTS)).commands] == ["IN_TROUBLESHOOTING_QUEUE"]
+
+
+@pytest.mark.parametrize(("attempts", "tried"), [(1, 1), (4, 4)])
+async def test_a_policy_of_a_rule_says_when_the_attempts_of_a_group_are_used_up(
+    bus: CommandBus, given: Given, database: Database, attempts: int, tried: int
+) -> None:
+    events = bus.buffer(EVENTS, size=3, on_exhausted="delete")
+
+    def judge(group: Group, ctx: HandlerContext) -> None:
+        raise KeyError("busy")
+
+    ran = running(events, judge, retry=RetryPolicy(2, (0,), rules={KeyError: RetryPolicy(attempts, (0,))}))
+    await events.add_many(["a", "b", "c"])
+    await drain(given)
+    assert len(ran.calls) == tried
+    assert left(database) == [] and await parked(bus) == []
 
 
 # -- exhaustion ---------------------------------------------------------------------------------------------------

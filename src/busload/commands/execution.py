@@ -317,6 +317,12 @@ def rule_of(error: BaseException, retry: RetryPolicy) -> RetryPolicy | Verdict |
     return found[0] if found else None
 
 
+def policy_of(error: BaseException, retry: RetryPolicy) -> RetryPolicy:
+    """The policy that counts after an error: that of a rule, or else `retry` itself."""
+    rule = rule_of(error, retry)
+    return rule if isinstance(rule, RetryPolicy) else retry
+
+
 def is_final(error: BaseException, retry: RetryPolicy) -> bool:
     """Whether to try again would be in vain, by the class of the error or by a rule."""
     return isinstance(deciding(error), FINAL_ERRORS) or rule_of(error, retry) in VERDICTS

@@ -21,13 +21,14 @@ from busload.commands.bulk_items import Group, Item, Judgement
 from busload.commands.execution import (
     COMPLETED,
     FAILED,
-    FINAL_ERRORS,
     TROUBLESHOOTING,
     Failed,
     Leased,
     Transition,
     decide,
     deciding,
+    is_final,
+    policy_of,
 )
 from busload.commands.payload import UndecodableError, decode, encode
 from busload.commands.wording import counted
@@ -96,7 +97,7 @@ class GroupRunner:
         except BaseException as error:
             if self._stations.calls.stopping and isinstance(error, asyncio.CancelledError):
                 raise  # it is handed back
-            await outcomes.fail(leased, handler, error, None)
+            await outcomes.fail(leased, _without_failed(handler), error, None)
 
     async def close(self) -> None:
         if self._pool is not None:
@@ -266,7 +267,7 @@ class _GroupRun(BulkRun):
         """
         _, passing = self._split(judgement)
         refused = [item for item, error in passing if isinstance(deciding(error), RateLimitedError)]
-        return bool(refused) and (self._exhausted or len(refused) == len(passing))
+        return bool(refused) and (self._exhausted(passing) or len(refused) == len(passing))
 
     def _end_part(self, judgement: Judgement, *, fenced: bool = False) -> Plan[Ended]:
         """End what is done of a part; `fenced` in the handler's own transaction."""
@@ -346,17 +347,22 @@ class _GroupRun(BulkRun):
                 failed.append((item, why))
         return Judgement(done, failed, judgement.results, answered=True)
 
-    @property
-    def _exhausted(self) -> bool:
-        return self._handler.retry.exhausted(self._leased.lease.round_attempt, self._leased.max_attempts)
+    def _exhausted(self, passing: Failures) -> bool:
+        """Whether this was the last attempt. The first of the errors decides, as for the delay."""
+        retry = policy_of(passing[0][1], self._handler.retry)
+        return retry.exhausted(self._leased.lease.round_attempt, self._leased.max_attempts)
 
     def _split(self, judgement: Judgement) -> tuple[Failures, Failures]:
         """The items that have failed for good, and those that may pass when they are tried again."""
         final: Failures = []
         passing: Failures = []
         for item, error in judgement.failed + self._events.unreadable:
-            (final if isinstance(deciding(error), FINAL_ERRORS) else passing).append((item, error))
+            (final if self._is_final(error) else passing).append((item, error))
         return final, passing
+
+    def _is_final(self, error: BaseException) -> bool:
+        """A rule that says "failed" counts as "permanent": a group that is FAILED would leave its events behind."""
+        return not isinstance(deciding(error), RateLimitedError) and is_final(error, self._handler.retry)
 
     def _ending(self, judgement: Judgement) -> Ending:
         final, passing = self._split(judgement)
@@ -370,7 +376,7 @@ class _GroupRun(BulkRun):
         if final:
             ending.parted = self._events.rows_of([item for item, _ in final])
             ending.parted_error = describe_items(final, self._rows, answered=True, listed=True)
-        if self._exhausted:
+        if self._exhausted(passing):
             ending.exhausted = True
             ending.hook = self._shared.bus.handlers.find(self._buffer.name, EXHAUSTED) is not None
             ending.delete = self._buffer.on_exhausted == "delete" and not self._kept
@@ -414,6 +420,12 @@ class _GroupRun(BulkRun):
 
     async def _insist(self, plan: Callable[[], Plan[T]]) -> T:
         return await self._runner.insist(self._leased, self._buffer.name, plan)
+
+
+def _without_failed(handler: Handler) -> Handler:
+    """The handler with "permanent" for each rule that says "failed", which would leave the events behind."""
+    rules = {kind: "permanent" if rule == "failed" else rule for kind, rule in handler.retry.rules.items()}
+    return replace(handler, retry=replace(handler.retry, rules=rules)) if rules else handler
 
 
 async def _alone(conn: AsyncConnection, plan: Plan[T]) -> T:
