@@ -255,9 +255,7 @@ async def test_it_sees_what_the_call_raises(bus: CommandBus, database: Database)
     assert database.count("command") == 0
 
 
-async def test_headers_that_are_none_are_refused_though_middleware_adds_some(
-    bus: CommandBus, database: Database
-) -> None:
+async def test_headers_that_are_no_mapping_are_refused_beside_middleware(bus: CommandBus, database: Database) -> None:
     """The command would have had the headers of the middleware, and the caller's would have been lost."""
 
     @bus.send_middleware

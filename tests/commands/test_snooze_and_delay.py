@@ -20,6 +20,7 @@ from busload import (
     InvalidCommandError,
     RetryPolicy,
     SyncHandlerContext,
+    TransientCommandError,
 )
 from busload.commands.execution import is_final
 from busload.errors import CommandCanceledError, SnoozeError
@@ -219,3 +220,21 @@ async def test_rules_say_what_an_exception_means(bus: CommandBus, given: Given, 
     assert 490 < wait <= 500
     assert is_final(ValueError(), retry)
     assert not is_final(OSError(), retry)
+
+
+async def test_a_rule_for_all_exceptions_says_nothing_of_a_transient_error(
+    bus: CommandBus, given: Given, database: Database
+) -> None:
+    """Neither of a timeout, which counts as one. A rule that names the class itself counts"""
+
+    class BusyError(TransientCommandError):
+        pass
+
+    retry = RetryPolicy(2, (500,), rules={Exception: "permanent", BusyError: "failed"})
+    errors = {"Transient": TransientCommandError("later"), "Busy": BusyError("busy"), "Other": KeyError("x")}
+    for command_type, error in errors.items():
+        bus.handler("payments", command_type, retry=retry)(raising(error))
+    sent = {kind: await given.sent(kind) for kind in errors}
+    await given.drained()
+    found = {kind: (await given.command_now(command_id)).status for kind, command_id in sent.items()}
+    assert found == {"Transient": "SCHEDULED", "Busy": "FAILED", "Other": "IN_TROUBLESHOOTING_QUEUE"}

@@ -3105,8 +3105,8 @@ MUTANTS = [
     Mutant(
         "farthest-rule-wins",
         "commands/retry.py",
-        "for kind in type(error).__mro__ if kind",
-        "for kind in reversed(type(error).__mro__) if kind",
+        "for kind in type(error).__mro__:",
+        "for kind in reversed(type(error).__mro__):",
         "tests/commands/test_retry.py::test_the_rule_of_the_nearest_class_wins",
         "a rule for a class is more exact than one for its base",
     ),

@@ -306,11 +306,15 @@ def decide(
 
 
 def rule_of(error: BaseException, retry: RetryPolicy) -> RetryPolicy | Verdict | None:
-    """What the rules of a policy say of an error; of a group, what they say of a member, and the gravest rule wins."""
+    """What the rules of a policy say of an error; of a group, what they say of a member, and the gravest rule wins.
+
+    A `TransientCommandError` says itself that the command is to be tried again, so a rule for all exceptions says
+    nothing of it.
+    """
     if not retry.rules:
         return None
     members = _members(error) if isinstance(error, BaseExceptionGroup) else [error]
-    found = [rule for rule in map(retry.rule_for, members) if rule is not None]
+    found = [rule for one in members if (rule := retry.rule_for(one, up_to=TransientCommandError)) is not None]
     for verdict in VERDICTS:
         if verdict in found:
             return verdict

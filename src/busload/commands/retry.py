@@ -70,11 +70,16 @@ class RetryPolicy:
             steps.append(float(longest))
         return cls(max_attempts, tuple(steps), jitter, {} if rules is None else rules)
 
-    def rule_for(self, error: BaseException) -> RetryPolicy | Verdict | None:
-        """What the rules say of an exception; None if they say nothing."""
+    def rule_for(
+        self, error: BaseException, *, up_to: type[BaseException] = BaseException
+    ) -> RetryPolicy | Verdict | None:
+        """What the rules say of an exception; None if nothing. Rules for bases of `up_to` say nothing of it."""
         if not self.rules:
             return None
-        return next((self.rules[kind] for kind in type(error).__mro__ if kind in self.rules), None)
+        for kind in type(error).__mro__:
+            if kind in self.rules or kind is up_to:
+                return self.rules.get(kind)
+        return None
 
     def exhausted(self, attempt: int, limit: int | None = None) -> bool:
         """Whether this was the last attempt; a command's own `max_attempts` is the `limit` that wins."""
