@@ -91,11 +91,6 @@
     if (!part.querySelector("dialog[open]")) part.dispatchEvent(new CustomEvent("busload:changed"));
   }
 
-  // Somebody may have opened a dialog since the part was asked for.
-  document.addEventListener("htmx:before:swap", (event) => {
-    if ("livePart" in event.target.dataset && event.target.querySelector("dialog[open]")) event.preventDefault();
-  });
-
   document.addEventListener("close", (event) => {
     const part = event.target.closest("[data-live-part]");
     if (part) renew(part);
@@ -210,6 +205,42 @@
     if (!input.dataset.into || !input.files.length) return;
     document.getElementById(input.dataset.into).value = await input.files[0].text();
   });
+
+  // -- answers that are of no use -----------------------------------------------------------------------------------------
+
+  const LOST =
+    "No answer of the dashboard came back. It may be away, or you are signed out. What you asked for may have happened: " +
+    "reload the page, and look before you repeat it.";
+
+  // A part is asked for again after a while. People are told what became of their action, where they have sent it.
+  function lose(asker) {
+    if (asker.matches("[data-live-part]")) setTimeout(() => renew(asker), PAUSE);
+    if (asker.matches(".why:empty")) asker.textContent = "No answer yet. It is asked for again.";
+    const place = asker.closest("#diff, form");
+    if (!place) return;
+    const warning = document.createElement("p");
+    Object.assign(warning, { className: "warning lost", role: "alert", tabIndex: -1, textContent: LOST });
+    if (place.matches("form")) for (const before of place.querySelectorAll(".lost")) before.remove();
+    else place.replaceChildren();
+    place.append(warning);
+    if (place === asker || asker.matches("button")) warning.focus();
+  }
+
+  // An answer is dropped if an action has replaced meanwhile what asked for it, or if somebody has opened a dialog in it.
+  // One that lacks what was asked for is a page of trouble, a proxy's or another application's. htmx sends the events of
+  // an element that is gone to the document: the target of an event says nothing about who has asked.
+  document.addEventListener("htmx:before:swap", (event) => {
+    const { ctx, tasks } = event.detail;
+    const task = tasks.find((each) => each.type === "main");
+    if (!task) return;
+    const dialog = task.target.matches("[data-live-part]") && task.target.querySelector("dialog[open]");
+    const gone = !task.target.isConnected;
+    const useless = ctx.select ? !task.fragment.childElementCount : ctx.response.status >= 400;
+    if (dialog || gone || useless) event.preventDefault();
+    if (useless && !gone) lose(ctx.sourceElement);
+  });
+
+  document.addEventListener("htmx:error", (event) => lose(event.detail.ctx.sourceElement));
 
   // -- begin, and begin again with what an action has brought ------------------------------------------------------------
 
