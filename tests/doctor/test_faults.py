@@ -66,6 +66,7 @@ by_sql("full_page_writes", "FULL_PAGE_WRITES_OFF", CRITICAL, "server:full_page_w
 by_sql("autovacuum", "AUTOVACUUM_OFF", DEGRADED, "server:autovacuum = off")
 by_sql("synchronous_commit", "SYNCHRONOUS_COMMIT_OFF", DEGRADED, "ALTER DATABASE {db} SET synchronous_commit = off")
 by_sql("track_counts", "TRACK_COUNTS_OFF", DEGRADED, "ALTER DATABASE {db} SET track_counts = off")
+by_sql("triggers_off", "TRIGGERS_OFF", CRITICAL, "ALTER DATABASE {db} SET session_replication_role = replica")
 by_sql("read_only", "READ_ONLY", CRITICAL, "ALTER DATABASE {db} SET default_transaction_read_only = on")
 by_sql(
     "timeout_of_role",
@@ -79,6 +80,8 @@ by_sql("table_not_vacuumed", "TABLE_NOT_VACUUMED", DEGRADED, "ALTER TABLE busloa
 by_sql("no_schema", "SCHEMA_MISSING", CRITICAL, "DROP SCHEMA busload CASCADE")
 by_sql("no_index", "INDEX_MISSING", DEGRADED, "DROP INDEX busload.queue_ready")
 by_sql("no_unique_index", "INDEX_MISSING", CRITICAL, "DROP INDEX busload.pause_of_domain")
+by_sql("no_primary_key", "INDEX_MISSING", CRITICAL, "ALTER TABLE busload.lease DROP CONSTRAINT lease_pkey")
+by_sql("no_unique_key", "INDEX_MISSING", CRITICAL, "ALTER TABLE busload.command DROP CONSTRAINT command_once")
 by_sql(
     "invalid_index",
     "INDEX_INVALID",

@@ -14,13 +14,24 @@ FOUND = """
            WHERE NOT tgisinternal AND tgrelid::regclass::text LIKE 'busload.%'
     UNION SELECT 'index', i.relname, t.relname FROM pg_index AS x JOIN pg_class AS i ON i.oid = x.indexrelid
            JOIN pg_class AS t ON t.oid = x.indrelid
-           WHERE t.relnamespace = 'busload'::regnamespace AND t.relkind = 'r'
-             AND NOT EXISTS (SELECT FROM pg_constraint AS c WHERE c.conindid = i.oid)"""
+           WHERE t.relnamespace = 'busload'::regnamespace AND t.relkind = 'r' AND t.relname <> 'migration'"""
 
 
 def test_the_files_name_what_a_migrated_database_has(database: Database) -> None:
     found = {(kind, name, table.removeprefix("busload.")) for kind, name, table in database.rows(FOUND)}
     assert found - {("table", "migration", "")} == set(expected())
+
+
+def test_a_key_is_made_again_as_it_was(database: Database) -> None:
+    keys = {
+        f"ALTER TABLE {table} ADD CONSTRAINT {name} {definition};".replace('"', "")
+        for table, name, definition in database.rows(
+            "SELECT conrelid::regclass::text, conname, pg_get_constraintdef(oid) FROM pg_constraint"
+            " WHERE connamespace = 'busload'::regnamespace AND contype IN ('p', 'u')"
+            " AND conrelid <> 'busload.migration'::regclass"
+        )
+    }
+    assert keys == {one.sql for one in expected().values() if one.sql.startswith("ALTER")}
 
 
 def test_what_a_later_file_drops_is_not_missed() -> None:

@@ -107,6 +107,13 @@ KNOWN: dict[Code, Known] = {
         "Autovacuum does not know what to vacuum, so claims become slower from hour to hour.",
         "Turn `track_counts` on.",
     ),
+    FindingCode.TRIGGERS_OFF: Known(
+        "settings",
+        (CRITICAL,),
+        "No trigger runs for this role: counters of batches go wrong, batches do not complete, and limits are not "
+        "kept.",
+        "Let the role of busload use `session_replication_role = origin`. What ended meanwhile was not counted.",
+    ),
     FindingCode.TIMEOUT_TOO_SHORT: Known(
         "settings",
         (NOTICE, DEGRADED),

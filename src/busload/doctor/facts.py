@@ -40,6 +40,7 @@ SETTINGS = (
     "max_connections",
     "reserved_connections",
     "server_encoding",
+    "session_replication_role",
     "statement_timeout",
     "superuser_reserved_connections",
     "synchronous_commit",

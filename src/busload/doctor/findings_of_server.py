@@ -74,6 +74,11 @@ def _judge_settings(settings: Mapping[str, Setting], server: Server, *, pooled: 
         if setting is not None and setting.value == "off":
             cure, statements = changed(switch, setting, "on", server)
             yield finding(code, f"{switch} is off{_set_by(setting)}.", cure=cure, sql=statements)
+    replication = settings.get("session_replication_role")
+    if replication is not None and replication.value == "replica":
+        cure, statements = changed("session_replication_role", replication, "origin", server)
+        found = f"session_replication_role is replica{_set_by(replication)}."
+        yield finding(FindingCode.TRIGGERS_OFF, found, cure=cure, sql=statements)
     for limit, least in TIMEOUTS.items():
         setting = settings.get(limit)
         if setting is not None and 0 < int(setting.value) < least:

@@ -1,9 +1,9 @@
-"""The tables, indexes, triggers and functions that the schema of this release makes, read from its own files."""
+"""The tables, indexes, keys, triggers and functions that the schema of this release makes, read from its own files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +15,7 @@ class SchemaObject:
     """Something that a file creates. Of an index or a trigger, `table` is what it belongs to; else it is empty."""
 
     kind: str
-    """`table`, `index`, `trigger` or `function`."""
+    """`table`, `index`, `trigger` or `function`. A key of a table is its index."""
     name: str
     table: str
     sql: str
@@ -27,7 +27,7 @@ class SchemaObject:
 
     @property
     def is_unique(self) -> bool:
-        return self.sql.startswith("CREATE UNIQUE")
+        return self.sql.startswith(("CREATE UNIQUE", "ALTER TABLE"))
 
 
 def expected(release: Sequence[Migration] = MIGRATIONS) -> dict[tuple[str, str, str], SchemaObject]:
@@ -36,8 +36,8 @@ def expected(release: Sequence[Migration] = MIGRATIONS) -> dict[tuple[str, str, 
     for statement in (one for migration in release for one in _BOUNDARY.split(migration.sql)):
         if dropped := _DROP.match(statement):
             found = {key: each for key, each in found.items() if not _is_dropped(each, *dropped.groups())}
-        elif made := _made(statement):
-            found[made.key] = made
+        else:
+            found |= {made.key: made for made in _made(statement)}
     return found
 
 
@@ -52,20 +52,35 @@ _TABLE = re.compile(r"CREATE (?:UNLOGGED )?TABLE busload\.(\w+)")
 _INDEX = re.compile(r"CREATE (?:UNIQUE )?INDEX (\w+)\s+ON busload\.(\w+)")
 _TRIGGER = re.compile(r"CREATE (?:CONSTRAINT )?TRIGGER (\w+) [^;]*? ON busload\.(\w+)")
 _FUNCTION = re.compile(r"CREATE (?:OR REPLACE )?FUNCTION busload\.(\w+)")
+_KEY = re.compile(
+    r"^ +(?:CONSTRAINT (?P<name>\w+) +)?(?:(?P<column>[a-z]\w*) [^,\n-]*?)?(?P<kind>PRIMARY KEY|UNIQUE)\b"
+    r"(?: +\((?P<columns>[^)]+)\))?",
+    re.MULTILINE,
+)
 _DROP = re.compile(r"DROP (TABLE|INDEX|FUNCTION|TRIGGER) (?:busload\.)?(\w+)(?:\([^)]*\))?(?: ON busload\.(\w+))?")
 
 
-def _made(statement: str) -> SchemaObject | None:
+def _made(statement: str) -> Iterator[SchemaObject]:
     text = statement.strip()
     if table := _TABLE.match(text):
-        return SchemaObject("table", table[1], "", text)
-    if index := _INDEX.match(text):
-        return SchemaObject("index", index[1], index[2], text)
-    if trigger := _TRIGGER.match(text):
-        return SchemaObject("trigger", trigger[1], trigger[2], text)
-    if function := _FUNCTION.match(text):
-        return SchemaObject("function", function[1], "", text)
-    return None
+        yield SchemaObject("table", table[1], "", text)
+        yield from _keys(table[1], text)
+    elif index := _INDEX.match(text):
+        yield SchemaObject("index", index[1], index[2], text)
+    elif trigger := _TRIGGER.match(text):
+        yield SchemaObject("trigger", trigger[1], trigger[2], text)
+    elif function := _FUNCTION.match(text):
+        yield SchemaObject("function", function[1], "", text)
+
+
+def _keys(table: str, text: str) -> Iterator[SchemaObject]:
+    """The indexes of the keys that a table declares, with the names that PostgreSQL gives them."""
+    for declared in _KEY.finditer(text):
+        kind, columns = declared["kind"], declared["columns"] or declared["column"]
+        words = [table, "pkey"] if kind == "PRIMARY KEY" else [table, *columns.split(", "), "key"]
+        name = declared["name"] or "_".join(words)
+        again = f"ALTER TABLE busload.{table} ADD CONSTRAINT {name} {kind} ({columns});"
+        yield SchemaObject("index", name, table, again)
 
 
 def _is_dropped(each: SchemaObject, kind: str, name: str, table: str | None) -> bool:
