@@ -752,6 +752,21 @@ async def test_a_database_without_a_schema_is_not_said_to_have_an_old_one(dsn: s
     assert "busload schema migrate" in page.words
 
 
+async def test_a_schema_that_goes_away_under_open_pages_is_told_until_it_is_back(
+    site: httpx.AsyncClient, given: Given, database: Database
+) -> None:
+    batch_id = await given.batch(1)
+    await seen(site, f"/batches/{batch_id}")
+    database.rows("ALTER SCHEMA busload RENAME TO gone")
+    for path in ("/", "/batches", "/commands", "/retention", "/metrics", f"/batches/{batch_id}"):
+        page = await seen(site, path, 503)
+        assert "The schema is not whole" in page.words and "busload doctor" in page.words, path
+    answer = await site.post(f"/batches/{batch_id}/hold", data={"reason": "x"})
+    assert answer.status_code == 503 and "The schema is not whole" in answer.text
+    database.rows("ALTER SCHEMA gone RENAME TO busload")
+    await seen(site, f"/batches/{batch_id}")
+
+
 async def test_a_role_without_rights_is_told(dsn: str, database: Database, given: Given) -> None:
     batch_id = await given.batch()
     name = "dashboard_reader_" + database.value("SELECT current_database()")[-8:].replace("-", "_")

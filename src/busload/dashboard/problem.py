@@ -31,6 +31,13 @@ from busload.errors import (
 log = logging.getLogger("busload")
 
 READ_ONLY = (psycopg.errors.ReadOnlySqlTransaction,)
+MISSING = (
+    psycopg.errors.InvalidSchemaName,
+    psycopg.errors.UndefinedColumn,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.UndefinedTable,
+)
+"""What PostgreSQL says where a schema that was there has been dropped or replaced since."""
 NOT_FOUND = (BatchNotFoundError, CommandNotFoundError, JobNotFoundError, ScheduleNotFoundError)
 HALF_KNOWN = (OutcomeUnknownError, PartlyDoneError)
 
@@ -110,6 +117,14 @@ def as_problem(error: BaseException, where: str) -> Problem:
                 "The database is read-only",
                 "PostgreSQL takes no changes: it is a standby, or was set read-only. Nothing was done.",
                 "Point the dashboard at the primary server, or wait until the server takes changes again.",
+            )
+        case _ if isinstance(error, MISSING):
+            return Problem(
+                503,
+                "The schema is not whole",
+                "Something that busload needs is missing in the database: its schema was dropped, restored or changed "
+                "while the dashboard ran.",
+                "Run `busload doctor` where the dashboard runs: it says what is missing, and how to make it again.",
             )
         case psycopg.errors.InsufficientPrivilege():
             return Problem(
