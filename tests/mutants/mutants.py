@@ -64,6 +64,7 @@ PROMETHEUS = "tests/metrics/test_prometheus.py::"
 HEADERS = "tests/commands/test_headers.py::"
 SAMPLING = "tests/telemetry/test_sampling.py::"
 SPANS = "tests/telemetry/test_spans.py::"
+METERS = "tests/telemetry/test_bulk_meters.py::"
 LOGS = "tests/telemetry/test_logs.py::"
 TOP = "tests/cli/test_top.py::"
 NEW_BATCH = "tests/dashboard/test_new_batch.py::"
@@ -2294,15 +2295,15 @@ MUTANTS = [
         "batch-is-the-parent",
         "telemetry/opentelemetry.py",
         "sender.context, SpanKind.CONSUMER, AboutAttempt(attempt)",
-        "decided.context, SpanKind.CONSUMER, AboutAttempt(attempt)",
+        "around.context, SpanKind.CONSUMER, AboutAttempt(attempt)",
         SPANS + "test_the_commands_of_a_batch_are_linked_to_its_creation_and_its_callback_is_below_it",
         "All commands of a batch would be in one trace.",
     ),
     Mutant(
         "worker-is-the-parent",
         "telemetry/opentelemetry.py",
-        '        span = self._start(f"process {domain}", sender.context, SpanKind',
-        '        span = self._start(f"process {domain}", sender.context or None, SpanKind',
+        "        span = self._start(_process(domain), sender.context, SpanKind",
+        "        span = self._start(_process(domain), sender.context or None, SpanKind",
         SPANS + "test_a_command_whose_sender_had_no_span_begins_a_trace_of_its_own_even_beside_a_current_span",
         "What runs around the worker would be the parent of all.",
     ),
@@ -2317,7 +2318,7 @@ MUTANTS = [
     Mutant(
         "unsampled-batch-is-traced",
         "telemetry/opentelemetry.py",
-        "            attach(decided.context)\n",
+        "            attach(decided)\n",
         "            pass\n",
         SPANS + "test_what_was_sent_by_a_span_that_is_not_sampled_has_no_spans_and_sends_on_likewise",
         "What a handler of an unsampled batch sends would begin a trace.",
@@ -2349,16 +2350,16 @@ MUTANTS = [
     Mutant(
         "metrics-need-a-span",
         "worker/tracing.py",
-        "        if span is not None or telemetry.measures:\n",
-        "        if span is not None:\n",
+        "        if telemetry.measures:\n            self._measured",
+        "        if span is not None:\n            self._measured",
         SAMPLING + "test_a_worker_with_metrics_alone_counts_everything_and_hands_the_context_on",
         "Metrics would count what is sampled alone.",
     ),
     Mutant(
         "metrics-alone-stay-in-the-batch",
         "telemetry/opentelemetry.py",
-        "attach(decided.context if decided is sender else decided.baggage)",
-        "attach(decided.context)",
+        "return decided.context if decided is sender else decided.baggage",
+        "return decided.context",
         SAMPLING + "test_a_worker_with_metrics_alone_does_not_draw_what_handlers_send_into_the_trace_of_a_batch",
         "What the handlers of a batch send would all be in one trace.",
     ),
@@ -2373,8 +2374,8 @@ MUTANTS = [
     Mutant(
         "span-ends-with-its-settlement",
         "worker/tracing.py",
-        "one.reason, finished - leased.started, ended)",
-        "one.reason, finished - leased.started, None)",
+        "one.reason, now - int(1e9 * (clock - one.finished)))",
+        "one.reason, None)",
         SPANS + "test_a_span_ends_when_its_handler_has_ended_however_long_its_result_waits",
         "A span would last as long as its result waits for others.",
     ),
@@ -2385,6 +2386,46 @@ MUTANTS = [
         "measures=False)",
         SPANS + "test_metrics_count_what_was_sent_and_consumed_and_how_long_it_took",
         "A meter provider would get nothing from workers.",
+    ),
+    Mutant(
+        "errors-are-told-as-successes",
+        "worker/tracing.py",
+        "        if len(domains) == 1 and not self._errors:\n",
+        "        if len(domains) == 1:\n",
+        SPANS + "test_metrics_count_what_was_sent_and_consumed_and_how_long_it_took",
+        "The histogram of durations would not say which handlers have failed.",
+    ),
+    Mutant(
+        "settled-together-is-one-domain",
+        "worker/tracing.py",
+        "        if len(domains) == 1 and not self._errors:\n",
+        "        if not self._errors:\n",
+        SAMPLING + "test_domains_are_told_apart_also_where_their_results_are_settled_together",
+        "All durations of a settlement would be those of one domain.",
+    ),
+    Mutant(
+        "bulk-meters-forget",
+        "integrations/opentelemetry.py",
+        "            self._totals[kind][1].merge(found)\n",
+        "            self._totals[kind] = since, found\n",
+        METERS + "test_what_was_told_at_once_is_what_was_told_one_by_one",
+        "A counter would fall from one export to the next.",
+    ),
+    Mutant(
+        "bulk-meters-ignore-views",
+        "integrations/opentelemetry.py",
+        "        self.gathers_durations = not views\n",
+        "        self.gathers_durations = True\n",
+        METERS + "test_a_view_is_heeded",
+        "What a user has asked of the SDK would not be done.",
+    ),
+    Mutant(
+        "bulk-meters-count-twice",
+        "integrations/opentelemetry.py",
+        "        if self.gathers_durations and all(bridge.reader is not reader for bridge in self._bridges):\n",
+        "        if self.gathers_durations:\n",
+        METERS + "test_each_reader_gets_everything_once",
+        "A reader that is added again would get two histograms of one name.",
     ),
     Mutant(
         "error-message-in-span",

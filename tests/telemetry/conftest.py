@@ -23,10 +23,11 @@ class Telemetry:
     """Providers of a test's own, and what they were told."""
 
     sampler: Sampler = ParentBased(ALWAYS_ON)
+    meter_provider: type[MeterProvider] = MeterProvider
 
     def __post_init__(self) -> None:
         self._spans, self._metrics = InMemorySpanExporter(), InMemoryMetricReader()
-        self.tracers, self.meters = TracerProvider(sampler=self.sampler), MeterProvider([self._metrics])
+        self.tracers, self.meters = TracerProvider(sampler=self.sampler), self.meter_provider([self._metrics])
         self.tracers.add_span_processor(SimpleSpanProcessor(self._spans))
         self.tracer = self.tracers.get_tracer("the application")
 
@@ -79,7 +80,8 @@ def parent_of(span: ReadableSpan, spans: Sequence[ReadableSpan]) -> str | None:
 
 @pytest.fixture
 def telemetry(request: pytest.FixtureRequest) -> Iterator[Telemetry]:
-    telemetry = Telemetry(*([request.param] if hasattr(request, "param") else []))
+    given = getattr(request, "param", ParentBased(ALWAYS_ON))
+    telemetry = Telemetry(given) if isinstance(given, Sampler) else Telemetry(meter_provider=given)
     yield telemetry
     telemetry.close()
 

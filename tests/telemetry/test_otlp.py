@@ -8,15 +8,22 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality, Metric
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-from busload import BatchCommand, CommandBus, Settings, Worker, WorkerSettings
-from tests.given import DOMAIN
+from busload import BatchCommand, Command, CommandBus, HandlerContext, RetryPolicy, Settings, Worker, WorkerSettings
+from busload.integrations.opentelemetry import BulkMeterProvider
+from tests.given import DOMAIN, Given
 from tests.telemetry.conftest import Telemetry, parent_of
 
 APPLICATION = '''
@@ -69,10 +76,16 @@ class Receiver:
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.services: dict[bytes, str] = {}
+        self.metrics: list[Metric] = []
         self.raw = b""
 
-    def receive(self, body: bytes) -> None:
+    def receive(self, path: str, body: bytes) -> None:
         self.raw += body
+        if path == "/v1/metrics":
+            measured = ExportMetricsServiceRequest()
+            measured.ParseFromString(body)
+            self.metrics += [m for r in measured.resource_metrics for s in r.scope_metrics for m in s.metrics]
+            return
         request = ExportTraceServiceRequest()
         request.ParseFromString(body)
         for resource in request.resource_spans:
@@ -96,7 +109,7 @@ def receiving() -> Iterator[tuple[Receiver, str]]:
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            receiver.receive(self.rfile.read(int(self.headers["Content-Length"])))
+            receiver.receive(self.path, self.rfile.read(int(self.headers["Content-Length"])))
             self.send_response(200)
             self.send_header("Content-Type", "application/x-protobuf")
             self.send_header("Content-Length", "0")
@@ -110,7 +123,7 @@ def receiving() -> Iterator[tuple[Receiver, str]]:
     thread = threading.Thread(target=server.serve_forever, args=[0.01])
     thread.start()
     try:
-        yield receiver, f"http://127.0.0.1:{server.server_port}/v1/traces"
+        yield receiver, f"http://127.0.0.1:{server.server_port}/v1"
     finally:
         server.shutdown()
         thread.join()
@@ -126,9 +139,9 @@ async def run(*words: str, cwd: Path, **environment: str) -> int:
 async def test_a_collector_gets_one_story_from_the_processes_of_sender_and_worker(dsn: str, tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(APPLICATION)
     with receiving() as (receiver, url):
-        assert await run("app.py", cwd=tmp_path, DSN=dsn, RECEIVER=url) == 0
+        assert await run("app.py", cwd=tmp_path, DSN=dsn, RECEIVER=f"{url}/traces") == 0
         worker = ("-m", "busload.cli", "worker", "app:bus", "--log-json")
-        assert await run(*worker, cwd=tmp_path, DSN=dsn, RECEIVER=url) == 0
+        assert await run(*worker, cwd=tmp_path, DSN=dsn, RECEIVER=f"{url}/traces") == 0
     [request], [created] = receiver.find("request"), receiver.find("create_batch payments")
     assert (created.parent_span_id, created.kind) == (request.span_id, Span.SPAN_KIND_PRODUCER)
     assert told(created)["messaging.batch.message_count"] == "3"
@@ -192,3 +205,51 @@ async def test_context_goes_through_a_broker_and_publishing_has_a_span(
     assert [[link.context.span_id for link in span.links] for span in processed if span.links] == [
         [created.context.span_id]
     ] * 2
+
+
+@pytest.mark.parametrize("preference", ["cumulative", "delta"])
+@pytest.mark.parametrize("provider", [MeterProvider, BulkMeterProvider])
+async def test_a_collector_gets_the_durations_of_handlers_whoever_adds_them_up(
+    dsn: str,
+    settings: Settings,
+    given: Given,
+    provider: type[MeterProvider],
+    preference: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", preference)
+    with receiving() as (receiver, url):
+        meters = provider([PeriodicExportingMetricReader(OTLPMetricExporter(f"{url}/metrics"), float("inf"))])
+        async with CommandBus(dsn, settings=replace(settings, meter_provider=meters)) as bus:
+
+            @bus.handler(DOMAIN, "Debit", retry=RetryPolicy(max_attempts=2, backoff=(0,)))
+            async def debit(command: Command, ctx: HandlerContext) -> None:
+                if ctx.attempt == 1 and command.data == 0:
+                    raise ValueError("no")
+
+            worker = Given(bus, given.database, given.settings)
+            for _ in range(2):
+                await bus.create_batch(DOMAIN, [BatchCommand("Debit", data=n) for n in range(5)])
+                await worker.drained()
+                assert meters.force_flush()
+        meters.shutdown()
+    told = [metric for metric in receiver.metrics if metric.name == "messaging.process.duration"]
+    assert {(metric.unit, metric.description) for metric in told} == {("s", "How long handlers ran.")}
+    cumulative = preference == "cumulative"
+    wanted = "AGGREGATION_TEMPORALITY_CUMULATIVE" if cumulative else "AGGREGATION_TEMPORALITY_DELTA"
+    assert {AggregationTemporality.Name(metric.histogram.aggregation_temporality) for metric in told} == {wanted}
+    counts = []
+    for metric in told[:2]:
+        found = {}
+        for point in metric.histogram.data_points:
+            attributes = {each.key: each.value.string_value for each in point.attributes}
+            assert attributes.pop("messaging.system") == "busload"
+            assert attributes.pop("messaging.operation.name") == attributes.pop("messaging.operation.type") == "process"
+            assert attributes.pop("messaging.destination.name") == DOMAIN
+            assert sum(point.bucket_counts) == point.count and len(point.bucket_counts) == 15
+            assert 0 <= point.min <= point.sum / point.count <= point.max
+            assert 0 < point.start_time_unix_nano < point.time_unix_nano
+            found[attributes.pop("error.type", None)] = point.count
+            assert not attributes
+        counts.append(found)
+    assert counts == [{None: 5, "ValueError": 1}, {None: 10, "ValueError": 2} if cumulative else counts[0]]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from opentelemetry.context import Context
+from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Decision, ParentBased, Sampler, SamplingResult
 from opentelemetry.trace import Link, SpanKind, get_current_span
 from opentelemetry.trace.span import TraceState
 from opentelemetry.util.types import Attributes
 
 from busload import BatchCommand, Chunk, ChunkContext, Command, CommandBus, HandlerContext
+from busload.integrations.opentelemetry import BulkMeterProvider
 from tests.given import DOMAIN, Given
 from tests.telemetry.conftest import Telemetry
 
@@ -97,6 +100,7 @@ async def test_settlements_are_measured_also_where_nobody_gets_their_spans(
     assert telemetry.spans() == []
 
 
+@pytest.mark.parametrize("telemetry", [MeterProvider, BulkMeterProvider], indirect=True)
 async def test_a_worker_with_metrics_alone_counts_everything_and_hands_the_context_on(
     dsn: str, bus: CommandBus, given: Given, telemetry: Telemetry
 ) -> None:
@@ -117,6 +121,29 @@ async def test_a_worker_with_metrics_alone_counts_everything_and_hands_the_conte
     assert note.headers["traceparent"].split("-")[1] == f"{telemetry.spans()[0].context.trace_id:032x}"
 
 
+@pytest.mark.parametrize("telemetry", [MeterProvider, BulkMeterProvider], indirect=True)
+async def test_domains_are_told_apart_also_where_their_results_are_settled_together(
+    bus: CommandBus, given: Given, telemetry: Telemetry
+) -> None:
+    both: asyncio.Event = asyncio.Event()
+    seen: list[Command] = []
+
+    async def meet(command: Command, ctx: HandlerContext) -> None:
+        seen.append(command)
+        if len(seen) == 3:
+            both.set()
+        await both.wait()
+
+    for domain in (DOMAIN, "ledger"):
+        bus.handler(domain, "Debit")(meet)
+    await bus.create_batch(DOMAIN, [BatchCommand("Debit"), BatchCommand("Debit")])
+    await bus.create_batch("ledger", [BatchCommand("Debit")])
+    await given.drained(domains=[DOMAIN, "ledger"])
+    assert telemetry.metric("messaging.process.duration") == {("process", DOMAIN): 2, ("process", "ledger"): 1}
+    assert telemetry.metric("messaging.client.consumed.messages") == {("process", DOMAIN): 2, ("process", "ledger"): 1}
+
+
+@pytest.mark.parametrize("telemetry", [MeterProvider, BulkMeterProvider], indirect=True)
 async def test_a_worker_with_metrics_alone_does_not_draw_what_handlers_send_into_the_trace_of_a_batch(
     dsn: str, bus: CommandBus, given: Given, telemetry: Telemetry
 ) -> None:

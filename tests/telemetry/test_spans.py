@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from opentelemetry import baggage, context
+from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 
@@ -32,6 +33,7 @@ from busload import (
     SyncHandlerContext,
     TransientCommandError,
 )
+from busload.integrations.opentelemetry import BulkMeterProvider
 from tests.given import DOMAIN, Given, eventually
 from tests.telemetry.conftest import Telemetry, parent_of
 
@@ -397,6 +399,7 @@ async def test_a_span_ends_when_its_handler_has_ended_however_long_its_result_wa
     assert ends[1] <= second.end_time
 
 
+@pytest.mark.parametrize("telemetry", [MeterProvider, BulkMeterProvider], indirect=True)
 async def test_metrics_count_what_was_sent_and_consumed_and_how_long_it_took(
     bus: CommandBus, given: Given, telemetry: Telemetry
 ) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 from opentelemetry import propagate
 from opentelemetry.context import Context, attach
-from opentelemetry.metrics import MeterProvider, get_meter_provider
+from opentelemetry.metrics import MeterProvider, NoOpMeter, get_meter_provider
 from opentelemetry.trace import (
     INVALID_SPAN,
     Link,
@@ -35,6 +35,7 @@ from opentelemetry.trace import (
     use_span,
 )
 
+from busload.telemetry.durations import BUCKETS, GathersDurations
 from busload.telemetry.running import Attempt
 
 NAME = "busload"
@@ -42,8 +43,7 @@ UNIT = "s"
 MOST_LINKS = 128
 """Links of one span: more are dropped by the SDK's default limit anyway."""
 
-BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
-"""What the conventions advise for durations in seconds."""
+PROCESS_DURATION = "messaging.process.duration", UNIT, "How long handlers ran."
 
 OWN = str(Path(__file__).parents[1])
 """Frames of busload itself say nothing about an error of a handler."""
@@ -88,17 +88,20 @@ class Telemetry:
         """Whether somebody gets the spans. If not, a worker begins none."""
         self.measures = measures
         """Whether somebody gets the metrics. If not, a worker does not count for them."""
+        self._without_span = lru_cache(maxsize=1024)(self._context_without_span)
         meter = meter_provider.get_meter(NAME)
-        boundaries = {"explicit_bucket_boundaries_advisory": BUCKETS}
+        boundaries: dict[str, Any] = {"explicit_bucket_boundaries_advisory": BUCKETS}
         self._operation_duration = meter.create_histogram(
             "messaging.client.operation.duration",
             UNIT,
             "How long it took to send, create, publish or settle commands.",
             **boundaries,
         )
-        self._process_duration = meter.create_histogram(
-            "messaging.process.duration", UNIT, "How long handlers ran.", **boundaries
-        )
+        self._process_duration = meter.create_histogram(*PROCESS_DURATION, **boundaries)
+        self.gathering: GathersDurations | None = None
+        """What takes the durations of handlers many at once; if None, the SDK takes them one by one."""
+        if isinstance(meter_provider, GathersDurations) and meter_provider.gathers_durations:
+            self.gathering = meter_provider
         self._sent = meter.create_counter("messaging.client.sent.messages", "{message}", "Commands that were sent.")
         self._consumed = meter.create_counter(
             "messaging.client.consumed.messages", "{message}", "Commands that handlers were given."
@@ -176,18 +179,25 @@ class Telemetry:
 
         Returns the span if it records anything: of all others nothing has to be remembered, and they need no end.
         """
-        sender = NOBODY if own is None else _sender_of(own)
-        batch = NOBODY if of_batch is None else _sender_of(of_batch)
+        decided = self._without_span(own, of_batch)
+        if decided is not None:
+            attach(decided)
+            return None
+        sender, batch = _senders(own, of_batch)
+        around = batch if batch.is_valid and not sender.is_valid else sender
+        span = self._start(_process(domain), sender.context, SpanKind.CONSUMER, AboutAttempt(attempt), batch.links)
+        attach(set_span_in_context(span, around.context))
+        return span if span.is_recording() else None
+
+    def _context_without_span(self, own: str | None, of_batch: str | None) -> Context | None:
+        """Where a handler runs that has no span; None if it may have one. The commands of a load all ask the same."""
+        sender, batch = _senders(own, of_batch)
         decided = batch if batch.is_valid and not sender.is_valid else sender
         if decided.refused:
-            attach(decided.context)
+            return decided.context
+        if self.traces:
             return None
-        if not self.traces:
-            attach(decided.context if decided is sender else decided.baggage)
-            return None
-        span = self._start(f"process {domain}", sender.context, SpanKind.CONSUMER, AboutAttempt(attempt), batch.links)
-        attach(set_span_in_context(span, decided.context))
-        return span if span.is_recording() else None
+        return decided.context if decided is sender else decided.baggage
 
     def begin_many(self, attempt: Attempt, domain: str, senders: Iterable[str | None], count: int) -> Span | None:
         """As `begin`, for one call with so many commands or events. Their senders and their batches are all linked."""
@@ -202,7 +212,7 @@ class Telemetry:
             attach(around)
             return None
         about = AboutAttempt(attempt, count)
-        span = self._start(f"process {domain}", NOTHING, SpanKind.CONSUMER, about, links[:MOST_LINKS])
+        span = self._start(_process(domain), NOTHING, SpanKind.CONSUMER, about, links[:MOST_LINKS])
         attach(set_span_in_context(span, around))
         return span if span.is_recording() else None
 
@@ -213,12 +223,14 @@ class Telemetry:
 
     note_error = staticmethod(note_error)
 
-    def processed(self, domain: str, seconds: float, error: BaseException | None = None) -> None:
-        """A handler has run for so long."""
-        told = _shared("process", "process", domain)
-        if error is not None:
-            told = {**told, "error.type": type(error).__name__}
-        self._process_duration.record(seconds, told)
+    def processed(self, domain: str, durations: Sequence[float], error: str | None = None) -> None:
+        """Handlers ran for so many seconds each, and have raised an error of this type, or none."""
+        if self.gathering is not None:
+            self.gathering.add_durations(domain, error, durations)
+            return
+        told = process_attributes(domain, error)
+        for seconds in durations:
+            self._process_duration.record(seconds, told)
 
     def consumed(self, domain: str, count: int) -> None:
         """So many commands were given to handlers."""
@@ -231,6 +243,7 @@ def configured(tracer_provider: TracerProvider | None, meter_provider: MeterProv
     no_spans = isinstance(tracers, ProxyTracerProvider | NoOpTracerProvider)
     no_spans = no_spans or isinstance(tracers.get_tracer(NAME), NoOpTracer)  # OTEL_SDK_DISABLED
     no_metrics = type(meters).__name__ in ("_ProxyMeterProvider", "NoOpMeterProvider")
+    no_metrics = no_metrics or isinstance(meters.get_meter(NAME), NoOpMeter)
     if no_spans and no_metrics:
         return None
     return Telemetry(tracers, meters, traces=not no_spans, measures=not no_metrics)
@@ -298,6 +311,12 @@ _NAMES = {
 
 
 @lru_cache(maxsize=4096)
+def _process(domain: str) -> str:
+    """The name of the span of a handler."""
+    return f"process {domain}"
+
+
+@lru_cache(maxsize=4096)
 def _shared(operation: str, kind: str, domain: str | None) -> Mapping[str, str]:
     """What the spans and metrics of an operation have in common."""
     shared = {
@@ -306,6 +325,12 @@ def _shared(operation: str, kind: str, domain: str | None) -> Mapping[str, str]:
         "messaging.operation.type": kind,
     }
     return shared if domain is None else shared | {"messaging.destination.name": domain}
+
+
+def process_attributes(domain: str, error: str | None) -> Mapping[str, str]:
+    """The attributes of a duration of handlers."""
+    shared = _shared("process", "process", domain)
+    return shared if error is None else {**shared, "error.type": error}
 
 
 class Sender(NamedTuple):
@@ -330,6 +355,10 @@ def _sender_in(context: Context) -> Sender:
 
 
 NOBODY = _sender_in(NOTHING)
+
+
+def _senders(own: str | None, of_batch: str | None) -> tuple[Sender, Sender]:
+    return NOBODY if own is None else _sender_of(own), NOBODY if of_batch is None else _sender_of(of_batch)
 
 
 @lru_cache(maxsize=1024)

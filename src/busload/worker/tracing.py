@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -38,8 +38,10 @@ class Spans:
 
     def __init__(self, telemetry: Telemetry) -> None:
         self.telemetry = telemetry
-        self.open: dict[Leased, Span | None] = {}
-        """Attempts that run, with the span that records them. Those without one are here for the metrics alone."""
+        self.open: dict[Leased, Span] = {}
+        """The spans of attempts that run."""
+        self._measured: set[Leased] = set()
+        """Attempts that run and whose durations somebody wants to have."""
         self._errors: dict[Leased, BaseException] = {}
         self._ended: dict[Leased, SpanContext] = {}
         """Spans of attempts that are not settled yet, for the span of their settlement."""
@@ -53,8 +55,10 @@ class Spans:
             return
         lease = leased.lease
         span = telemetry.begin(leased, lease.domain, leased.headers, lease.headers)
-        if span is not None or telemetry.measures:
+        if span is not None:
             self.open[leased] = span
+        if telemetry.measures:
+            self._measured.add(leased)
 
     @contextmanager
     def of_many(self, count: int) -> Iterator[None]:
@@ -73,7 +77,7 @@ class Spans:
             raise
         finally:
             if self.telemetry.measures:
-                self.telemetry.processed(domain, time.monotonic() - began, error)
+                self.telemetry.processed(domain, [time.monotonic() - began], _type_of(error))
             if span is not None:
                 if error is not None:
                     self.telemetry.note_error(span, error)
@@ -84,22 +88,18 @@ class Spans:
         """This is why the attempt has not succeeded."""
         self._errors[leased] = error
 
-    def end(
-        self,
-        leased: Leased,
-        outcome: str,
-        reason: str | None = None,
-        seconds: float | None = None,
-        ended: int | None = None,
-    ) -> None:
-        """The attempt has ended so, after so many seconds, and at this time in nanoseconds; if None, it ends now."""
+    def end(self, leased: Leased, outcome: str) -> None:
+        """The attempt ends now, and so."""
+        if leased in self._measured:
+            self._measured.discard(leased)
+            took = time.monotonic() - leased.started
+            self.telemetry.processed(leased.lease.domain, [took], _type_of(self._errors.get(leased)))
+        self._end_span(leased, outcome, None, None)
+
+    def _end_span(self, leased: Leased, outcome: str, reason: str | None, ended: int | None) -> None:
+        """End the span of an attempt, if it has one, at this time in nanoseconds; if it is None, now."""
         error = self._errors.pop(leased, None) if self._errors else None
-        if leased not in self.open:  # it has not begun, was one of many, or nobody wants to know
-            return
-        if self.telemetry.measures:
-            took = time.monotonic() - leased.started if seconds is None else seconds
-            self.telemetry.processed(leased.lease.domain, took, error)
-        span = self.open.pop(leased)
+        span = self.open.pop(leased, None)
         if span is None or not span.is_recording():
             return
         span.set_attribute("busload.outcome", outcome)
@@ -116,17 +116,35 @@ class Spans:
         The SDK's work takes up to a third less if it is done for many spans in a row than between other work. The clock
         is read before the time of day, so no span ends before it began.
         """
-        for first in range(0, len(transitions), AT_ONCE):
-            if not self.open and not self._errors:
+        one_by_one = self.open or (self._measured and self.telemetry.gathering is None)
+        step = AT_ONCE if one_by_one else max(1, len(transitions))
+        for first in range(0, len(transitions), step):
+            if not self.open and not self._errors and not self._measured:
                 return
             if first:
                 await asyncio.sleep(0)  # let others in between
+            some = transitions[first : first + step]
             clock = time.monotonic()
             now = time.time_ns()
-            for one in transitions[first : first + AT_ONCE]:
-                leased, finished = one.leased, one.finished
-                ended = now - int(1e9 * (clock - finished))
-                self.end(leased, one.outcome, one.reason, finished - leased.started, ended)
+            if self._measured:
+                self._measure(some)
+            for one in some if self.open or self._errors else ():
+                self._end_span(one.leased, one.outcome, one.reason, now - int(1e9 * (clock - one.finished)))
+
+    def _measure(self, transitions: Sequence[Transition]) -> None:
+        """Tell how long these ran: most often all are of one domain, and none has failed."""
+        ran = [one for one in transitions if one.leased in self._measured]
+        self._measured.difference_update([one.leased for one in ran])
+        domains = {lease.domain for lease in {one.leased.lease for one in ran}}
+        if len(domains) == 1 and not self._errors:
+            self.telemetry.processed(domains.pop(), [one.finished - one.leased.started for one in ran])
+            return
+        apart: dict[tuple[str, str | None], list[float]] = {}
+        for one in ran:
+            kind = one.leased.lease.domain, _type_of(self._errors.get(one.leased))
+            apart.setdefault(kind, []).append(one.finished - one.leased.started)
+        for (domain, error), durations in apart.items():
+            self.telemetry.processed(domain, durations, error)
 
     def settled(self, leased: Iterable[Leased]) -> None:
         """These have a result in the database, or never will."""
@@ -143,8 +161,12 @@ class Spans:
 
     def close(self) -> None:
         """End what is left when the worker has stopped: its commands were handed back."""
-        for leased in list(self.open):
+        for leased in {*self.open, *self._measured}:
             self.end(leased, HANDED_BACK)
+
+
+def _type_of(error: BaseException | None) -> str | None:
+    return None if error is None else type(error).__name__
 
 
 class TracedHandlers(Handlers):
@@ -220,13 +242,21 @@ class TracedSettlement(Settlement):
         links, telemetry = self._spans.linked(transitions), self._spans.telemetry
         if not links and not telemetry.measures:
             return await super()._settle(transitions, patience)
-        domains = Counter(transition.leased.lease.domain for transition in transitions)
+        domains = _domains(transitions)
         with telemetry.settling(next(iter(domains)) if len(domains) == 1 else None, len(transitions), links):
             settled = await super()._settle(transitions, patience)
         self._spans.settled(transition.leased for transition in transitions)
         for domain, count in domains.items() if telemetry.measures else ():
             telemetry.consumed(domain, count)
         return settled
+
+
+def _domains(transitions: Sequence[Transition]) -> Mapping[str, int]:
+    """How many are of each domain. Most often there is one."""
+    found = {lease.domain for lease in {one.leased.lease for one in transitions}}
+    if len(found) == 1:
+        return {found.pop(): len(transitions)}
+    return Counter(one.leased.lease.domain for one in transitions)
 
 
 class TracedOutcomes(Outcomes):
