@@ -249,7 +249,7 @@ class CommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, HandleVerbs, Metric
         self.buffers, self.workers = Buffers(self.database), Workers(self.database, self.settings)
         self.statistics = Statistics(self.database, self._limits)
         self.schedules = Schedules(self, self.database, self._limits, self.via, self.declared_schedules)
-        self.troubleshooting = Troubleshooting(self.database, self._limits)
+        self.troubleshooting = Troubleshooting(self.database, self._limits, self)
         self._publisher = self._make_publisher()
         self.outbox = Outbox(self.database, self._limits, self._publisher)
         self._sending: Sending | None = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import pytest
 from click.testing import CliRunner
 
 from busload import CommandMetadata, Dedup, SyncCommandBus
@@ -101,3 +102,19 @@ def test_a_domain_that_nobody_knows_is_noted(busload: Busload, sync_bus: SyncCom
     assert result.exit_code == 0
     assert "Note: No command was ever sent to 'paymens'" in result.stderr
     assert "Did you mean 'payments'?" in result.stderr
+
+
+def test_with_a_bus_the_data_is_checked_by_the_handlers_of_that_bus(
+    sync_bus: SyncCommandBus, dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shop_that_checks.py").write_text(
+        f"from busload import CommandBus\n\nbus = CommandBus({dsn!r})\n\n\n"
+        '@bus.handler("shop", "ShipOrder")\nasync def ship(data: dict[str, int], ctx) -> None: ...\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    send = ("send", "--bus", "shop_that_checks:bus", "shop", "ShipOrder", "--data")
+    refused = CliRunner().invoke(main, [*send, '{"order": "x"}'])
+    assert refused.exit_code == 2
+    assert "does not fit dict: Expected `int`, got `str`" in refused.stderr
+    assert sync_bus.list_commands().commands == []
+    assert CliRunner().invoke(main, [*send, '{"order": 4}']).exit_code == 0

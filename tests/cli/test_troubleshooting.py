@@ -368,3 +368,19 @@ async def test_all_domains_are_listed_together_with_their_total(busload: Busload
     assert said.stdout.splitlines()[1].split()[:2] == [DOMAIN, "2"]
     assert said.stderr == "3 commands in 2 domains.\n"
     assert busload("troubleshooting", "domains", "--type", "Debit").stderr == "Nothing waits for a person.\n"
+
+
+async def test_a_retry_says_that_a_batch_is_held(busload: Busload, given: Given) -> None:
+    held, [first, _] = await given.in_troubleshooting(2)
+    assert await given.bus.hold_batch(DOMAIN, held, reason="the bank is down")
+    _, [free] = await given.in_troubleshooting(1)
+    cause = await cause_of(given)
+    says = f"They wait until the batch goes on: `busload batch resume {held}`."
+    look = busload("troubleshooting", "retry", "--group", cause, "--dry-run").stdout
+    assert look.splitlines()[-1] == f"Of these, 2 belong to a batch that is held. {says}"
+    retried = busload("troubleshooting", "retry", free, first).stdout
+    assert retried.splitlines()[2:] == [
+        f"Of these, 1 belongs to a batch that is held. It waits until the batch goes on: `busload batch resume {held}`."
+    ]
+    answer = json.loads(busload("troubleshooting", "retry", "--group", cause, "--json").stdout)
+    assert (answer["count"], answer["held"], answer["held_batches"]) == (1, 1, [str(held)])

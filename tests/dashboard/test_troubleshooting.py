@@ -13,6 +13,7 @@ import pytest
 
 from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandError
 from busload.commands.command import Command
+from busload.commands.data_type import DataType
 from busload.dashboard import Role, app
 from busload.dashboard.guard import MOST_BODY
 from busload.dashboard.pages import decision, troubleshooting
@@ -509,6 +510,22 @@ async def test_a_patch_is_shown_before_it_is_confirmed(site: httpx.AsyncClient, 
         e.details for e in await story.bus.get_audit_trail(DOMAIN, one.command_id) if e.type == "OPERATOR_RETRIED"
     ]
     assert (noted["before"]["code"], noted["after"]["code"]) == ("CLOSED", None)
+
+
+async def test_a_patch_that_makes_what_the_handler_does_not_take_moves_nothing(
+    site: httpx.AsyncClient, story: Story
+) -> None:
+    await story.failed("CLOSED", 3)
+    path = await story.path("CLOSED")
+    form = await previewed(site, path, "patch")
+    [(domain, command_type)] = {(one.domain, one.command_type) for one in await story.bus.troubleshooting.list(DOMAIN)}
+    story.bus.handlers.data_types[domain, command_type] = DataType(dict[str, int])
+    page = await posted(site, f"{path}/diff?action=patch", **form, mode="patch", patch=ADD)
+    assert "Does not apply to 3 of 3 commands. They would stay as they are." in page.words
+    assert "INVALID_DATA at /data" in page.words
+    told = await posted(site, f"{path}/decide?action=patch", **form, mode="patch", patch=ADD)
+    assert "what the patch makes does not fit: INVALID_DATA at /data" in told.words
+    assert await story.waiting() == 3
 
 
 @pytest.mark.usefixtures("small_portions")

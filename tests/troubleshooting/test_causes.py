@@ -12,6 +12,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import jsonpatch
+import msgspec
 import psycopg
 import pytest
 
@@ -584,6 +585,7 @@ async def test_an_action_moves_its_items_with_its_completion_or_not_at_all(bus: 
         decision_batch=action.batch_id,
         lease_id=leased.lease.lease_id,
         limits=PayloadLimits(),
+        types={},
     )
     with pytest.raises(SupersededError):
         given.database.perform(plan)
@@ -729,6 +731,45 @@ async def test_what_a_patch_makes_must_be_what_could_be_sent(dsn: str, given: Gi
                 await bus.troubleshooting.retry_group(DOMAIN, cause, patch=patch)
         assert (await bus.troubleshooting.retry_group(DOMAIN, b, patch=[twice], dry_run=True)).count == 1
         assert database.everything() == before
+
+
+class Price(msgspec.Struct):
+    n: int
+    cents: int
+
+
+async def test_a_patch_makes_what_fits_the_handler_or_is_refused(
+    dsn: str, bus: CommandBus, given: Given, database: Database
+) -> None:
+    """As a send is, by every bus that knows the handler; a worker that knows it moves nothing that does not fit."""
+    fails(given)
+    await failed(given, "AA")
+    a = await fingerprint_of(bus, "A")
+    free = [{"op": "add", "path": "/cents", "value": "free"}]
+    before = database.everything()
+    async with CommandBus(dsn) as knows:
+
+        @knows.handler(DOMAIN, "Debit")
+        async def debit(data: Price, ctx: HandlerContext) -> None: ...
+
+        for dry_run in (True, False):
+            with pytest.raises(
+                InvalidCommandError, match=r"the patched data of command .* does not fit Price"
+            ) as refused:
+                await knows.troubleshooting.retry_group(DOMAIN, a, patch=free, dry_run=dry_run)
+            assert refused.value.total == 2
+            assert {(one.code, one.path) for one in refused.value.problems} == {("INVALID_DATA", "/data/cents")}
+        assert database.everything() == before
+
+        action = await bus.troubleshooting.retry_group(DOMAIN, a, patch=free)
+        await Worker(knows).drain()
+        [result] = await results_of(bus, action.batch_id)
+        assert result["moved"] == 0
+        assert all("INVALID_DATA at /data/cents: does not fit Price" in why for why in result["left"].values())
+
+        await knows.troubleshooting.retry_group(DOMAIN, a, patch=[{"op": "add", "path": "/cents", "value": 4}])
+        await Worker(knows).drain()
+    assert await bus.troubleshooting.count(DOMAIN) == 0
 
 
 async def test_a_patch_that_no_longer_applies_leaves_the_item_where_it_is(bus: CommandBus, given: Given) -> None:

@@ -13,6 +13,7 @@ import click
 from busload.cli import BUS, WAIT, options
 from busload.cli.find import find_one, note_unknown_domain
 from busload.cli.output import echo_json, paragraph
+from busload.commands.data_type import DataTypes
 from busload.commands.search import Noun
 from busload.errors import DatabaseUnavailableError, DatabaseUnusableError
 from busload.postgres.embedded.server import EmbeddedPostgres
@@ -96,14 +97,15 @@ def about(noun: Noun, **how: bool) -> Callable[[Command], Command]:
 
 def of_application(
     application: str, *, transport: bool = False, **changed: Any
-) -> tuple[Settings, str | dict[str, str] | None]:
-    """The settings of the bus that `--bus` names, and its DSN, or those of its databases by domain."""
+) -> tuple[Settings, str | dict[str, str] | None, DataTypes]:
+    """The settings of the bus that `--bus` names, its DSN or those of its databases by domain, and its data types."""
     from busload.cli.worker import load_bus
 
     found = load_bus(application, handlers=False)
     kept: dict[str, Any] = {} if transport else {"transport_url": None}
     settings = replace(found.settings, **kept, **changed)
-    return settings, found.routes.mapping if isinstance(found, SEVERAL) else found.database.given_dsn
+    dsn = found.routes.mapping if isinstance(found, SEVERAL) else found.database.given_dsn
+    return settings, dsn, found.data_types
 
 
 def _check_servers(bus: SyncCommandBus, wait: float) -> None:
@@ -130,12 +132,14 @@ def open_bus(*, transport: bool = False, check: bool = True, **changed: Any) -> 
     """
     settings = replace(Settings(), **changed) if transport else replace(Settings(), transport_url=None, **changed)
     application = click.get_current_context().meta.get(BUS)
+    types: DataTypes = {}
     if application is not None:
-        settings, dsn = of_application(application, transport=transport, **changed)
+        settings, dsn, types = of_application(application, transport=transport, **changed)
     else:
         dsn = settings.database_url
     if dsn is not None:
         with SyncCommandBus(dsn, settings=settings).open(wait=None) as bus:
+            bus.handlers.data_types.update(types)  # what is sent is checked as the application itself checks it
             wait = click.get_current_context().meta.get(WAIT, 0.0)
             with nullcontext() if check else suppress(DatabaseUnavailableError, DatabaseUnusableError):
                 if check or wait:
@@ -145,4 +149,5 @@ def open_bus(*, transport: bool = False, check: bool = True, **changed: Any) -> 
     with EmbeddedPostgres(settings.home, pg_bin=settings.pg_bin) as server:
         click.echo(server.info.notice, err=True)
         with SyncCommandBus(server.dsn(), settings=settings) as bus:
+            bus.handlers.data_types.update(types)
             yield bus

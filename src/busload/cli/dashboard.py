@@ -19,6 +19,7 @@ from busload.bus import CommandBus
 from busload.cli import BUS, WrongInputError, options
 from busload.cli.answer import Answer, of_application
 from busload.cli.with_verbs import WithVerbs
+from busload.commands.data_type import DataTypes
 from busload.settings import Settings, from_environment
 
 PORT = 8484
@@ -110,11 +111,14 @@ def dashboard(
     application = application or click.get_current_context().meta.get(BUS)
     settings = replace(Settings(), transport_url=None, pool_timeout=PATIENCE)
     dsn: str | dict[str, str] | None = settings.database_url
+    types: DataTypes = {}
     if application is not None:
-        settings, dsn = of_application(application, pool_timeout=PATIENCE)
+        settings, dsn, types = of_application(application, pool_timeout=PATIENCE)
+    bus = CommandBus(dsn, settings=settings)
+    bus.handlers.data_types.update(types)
     try:
         served = app(
-            CommandBus(dsn, settings=settings),
+            bus,
             hosts=(*LOOPBACK, *hosts, *([] if _is_any(host) else [_bracketed(host)])),
             hide_payloads=hide_payloads,
             mask=(*MASK, *mask),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -259,12 +260,29 @@ def _resolve(bus: SyncCommandBus, verb: Verb, places: Sequence[tuple[str, UUID]]
     if len(homes) > 1:
         raise click.UsageError("These commands live in different databases: resolve those of each by themselves.")
     [home] = homes.values()
+    held = Counter(_held_batches(bus, places)) if verb == "retry" else Counter[UUID]()
     with home.pool.connection() as conn, conn.transaction():
         for each, command_id in sorted(places):  # as everybody does, so that nobody waits in a circle
             act(each, command_id, conn=conn, **how)
     value = [{"domain": each, "command_id": command_id, "done": done} for each, command_id in places]
     lines = [f"{done.capitalize()} {command_id} in {each}." for each, command_id in places]
+    if held:
+        lines.append(_in_held_batches(held.total(), [batch_id for batch_id, _ in held.most_common(causes.FEW)]))
     return Answer(value, lambda: click.echo("\n".join(lines)))
+
+
+def _held_batches(bus: SyncCommandBus, places: Sequence[tuple[str, UUID]]) -> Iterator[UUID]:
+    for domain in {domain for domain, _ in places}:
+        command_ids = [command_id for of, command_id in places if of == domain]
+        yield from bus.shard_of(domain).database.read(causes.held_batches(domain, command_ids))
+
+
+def _in_held_batches(count: int, batches: Sequence[UUID]) -> str:
+    """What has to be done as well, so that what was retried starts."""
+    whose, waits = ("1 belongs", "It waits") if count == 1 else (f"{count:,} belong", "They wait")
+    held, go = ("batches that are held", "these go") if len(batches) > 1 else ("a batch that is held", "the batch goes")
+    lines = ", ".join(f"`busload batch resume {batch_id}`" for batch_id in batches)
+    return f"Of these, {whose} to {held}. {waits} until {go} on: {lines}."
 
 
 def _domain_of_group(bus: SyncCommandBus, fingerprint: str) -> str:
@@ -303,3 +321,5 @@ def _print_action(verb: Verb, domain: str, action: GroupAction, *, dry_run: bool
         table(("COMMAND", "DATA", "PATCHED"), rows, nothing="", elastic="DATA")
     else:
         paragraph(f"Batch {action.batch_id} will {verb} {commands} in {domain}.")
+    if action.held:
+        paragraph(_in_held_batches(action.held, action.held_batches))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
-from typing import Any, NotRequired, get_args
+from typing import Any, NotRequired, Protocol, get_args
 
 import msgspec
 
@@ -97,6 +97,13 @@ NO_JSON = (TypeError, UnicodeEncodeError, OverflowError, RecursionError)
 
 DataTypes = Mapping[tuple[str, str], DataType]
 """The types that are known, by domain and command type."""
+
+
+class KnowsTypes(Protocol):
+    """A bus, of which only the types of data are wanted: handlers may be registered later."""
+
+    @property
+    def data_types(self) -> DataTypes: ...
 
 
 def fit_all(

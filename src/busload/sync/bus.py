@@ -102,7 +102,7 @@ class SyncCommandBus(Bus, BatchVerbs, CommandVerbs, DoctorVerbs, HandleVerbs, Me
         self.buffers, self.workers = Buffers(self.database), Workers(self.database, self.settings)
         self.statistics = Statistics(self.database, self._limits)
         self.schedules = Schedules(self, self.database, self._limits, self.via, self.declared_schedules)
-        self.troubleshooting = SyncTroubleshooting(self.database, self._limits)
+        self.troubleshooting = SyncTroubleshooting(self.database, self._limits, self)
         self._publisher = self._make_publisher()
         self.outbox = SyncOutbox(self.database, self._limits, self._publisher)
         self._sending: SendingInThreads | None = None

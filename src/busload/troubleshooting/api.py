@@ -10,6 +10,7 @@ from uuid import UUID
 from busload.commands import search
 from busload.commands.checks import check, choice, encoded, given
 from busload.commands.command import TroubledDomain, TroubleshootingItem
+from busload.commands.data_type import KnowsTypes
 from busload.commands.payload import decode
 from busload.postgres.callers_connection import AnyConnection
 from busload.postgres.database import Database
@@ -27,8 +28,8 @@ class Troubleshooting:
     whoever decides: the audit trail keeps it. With `conn` the decision is made when that transaction commits.
     """
 
-    def __init__(self, database: Database, limits: InputLimits) -> None:
-        self._database, self._limits = database, limits
+    def __init__(self, database: Database, limits: InputLimits, knows: KnowsTypes) -> None:
+        self._database, self._limits, self._knows = database, limits, knows
 
     async def groups(
         self,
@@ -141,11 +142,13 @@ class Troubleshooting:
     ) -> GroupAction:
         """Retry all that waits for a cause now, by a batch of its own that workers of the domain carry out.
 
-        `patch` is a JSON patch (RFC 6902) of their data. It is refused unless it applies to every one of them, and the
-        audit trail keeps it with the data before and after. `GroupOptions` says what the other options mean. To repeat
-        this is harmless: a command that has moved is not moved again.
+        `patch` is a JSON patch (RFC 6902) of their data. It is refused unless it applies to every one of them and, if
+        this bus knows their handler, makes data that fits it. The audit trail keeps it with the data before and after.
+        `GroupOptions` says what the other options mean. To repeat this is harmless: a command that has moved is not
+        moved again.
         """
-        write = causes.decide_group(self._limits, domain, "retry", fingerprint, options, patch=patch)
+        about: dict[str, Any] = {"patch": patch, "types": self._knows.data_types}
+        write = causes.decide_group(self._limits, domain, "retry", fingerprint, options, **about)
         return await self._database.write(write, conn)
 
     async def complete_group(

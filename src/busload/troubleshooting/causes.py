@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -14,6 +15,7 @@ import msgspec
 from busload.commands import send
 from busload.commands.checks import check, encoded
 from busload.commands.command import refuse_unknown
+from busload.commands.data_type import DataInvalidError, DataType, DataTypes
 from busload.commands.ids import new_id
 from busload.commands.payload import WIDEST, PayloadRefusedError, decode, encode, readable, storable
 from busload.errors import InvalidCommandError, InvalidOperationError, Problem
@@ -29,6 +31,8 @@ SQL = statements(__name__)
 PAGE = 500
 SAMPLE = 3
 """Items that a dry run shows."""
+FEW = 3
+"""Batches that are held which the answer of a retry names."""
 MOST_PROBLEMS = 100
 """Commands to which a patch does not apply that the error names."""
 
@@ -90,7 +94,9 @@ class GroupItem:
 class GroupAction:
     """What was decided about a group: `count` commands are moved by the batch `batch_id`.
 
-    There is no batch after a dry run, nor if nothing waits any more. A dry run shows the first items in `sample`.
+    There is no batch after a dry run, nor if nothing waits any more. A dry run shows the first items in `sample`. Of a
+    retry, `held` commands belong to batches that are held, of which `held_batches` names a few: these commands start
+    when somebody resumes their batch.
     """
 
     batch_id: UUID | None
@@ -98,6 +104,8 @@ class GroupAction:
     fingerprint: str
     count: int
     sample: tuple[GroupItem, ...] = ()
+    held: int = 0
+    held_batches: tuple[UUID, ...] = ()
 
 
 def groups(
@@ -123,6 +131,12 @@ def domains_of_group(fingerprint: str, command_type: str | None = None) -> Plan[
     return [domain for (domain,) in rows]
 
 
+def held_batches(domain: str, command_ids: Sequence[UUID]) -> Plan[list[UUID]]:
+    """The batch of each of these commands that belongs to a batch that is held."""
+    rows = yield from execute(SQL.held_batches, domain=domain, command_ids=list(command_ids))
+    return [batch_id for (batch_id,) in rows]
+
+
 def decide_group(
     limits: InputLimits,
     domain: str,
@@ -130,11 +144,15 @@ def decide_group(
     fingerprint: str,
     options: GroupOptions,
     *,
+    types: DataTypes | None = None,
     patch: Sequence[dict[str, Any]] | None = None,
     result: Any = None,
     reason: str | None = None,
 ) -> Write[GroupAction]:
-    """Check what a person has decided about all that waits for a cause, and plan to carry it out."""
+    """Check what a person has decided about all that waits for a cause, and plan to carry it out.
+
+    What a patch makes has to fit the `types` of handlers that are known.
+    """
     refuse_unknown(f"{action}_group", options, GroupOptions)
     because: dict[str, Any] = {"reason": reason} if action == "cancel" else {}
     options = {"command_type": None, "rate": None, "operator": None, "dry_run": False, **options}
@@ -151,7 +169,8 @@ def decide_group(
         reason=reason,
     )
     batch_id = new_id()
-    return Write(_decide(domain, decision, options, checked, batch_id), batch_id)
+    found = _Selection(checked, types or {}, dry_run=options["dry_run"])
+    return Write(_decide(domain, decision, options, found, batch_id), batch_id)
 
 
 def checked_patch(operations: Sequence[dict[str, Any]], limits: PayloadLimits) -> Patch:
@@ -164,11 +183,10 @@ def checked_patch(operations: Sequence[dict[str, Any]], limits: PayloadLimits) -
 
 
 def _decide(
-    domain: str, decision: Decision, options: GroupOptions, patch: Patch | None, batch_id: UUID
+    domain: str, decision: Decision, options: GroupOptions, found: _Selection, batch_id: UUID
 ) -> Plan[GroupAction]:
     """Create the batch that carries out a decision about all that waits for a cause now; needs a transaction."""
     command_type, rate = options["command_type"], options["rate"]
-    found = _Selection(patch, dry_run=options["dry_run"])
     yield from found.read(domain, decision, command_type)
     if not found.command_ids and domain not in (yield from domains_of_group(decision.fingerprint, command_type)):
         of_type = "" if command_type is None else f" of type {command_type!r}"
@@ -177,6 +195,9 @@ def _decide(
             "about it before. List the causes with `busload troubleshooting groups`."
         )
     action = GroupAction(None, decision.action, decision.fingerprint, len(found.command_ids), tuple(found.sample))
+    if decision.action == "retry":
+        few = [batch_id for batch_id, _ in found.held.most_common(FEW)]
+        action = replace(action, held=found.held.total(), held_batches=tuple(few))
     if found.dry_run or found.until is None:
         return action
     [(now,)] = yield from execute(SQL.clock)
@@ -194,10 +215,13 @@ class _Selection:
     """What waits for a cause now. `sizes` are the bytes of data that a patch reads and writes for each command."""
 
     patch: Patch | None
+    types: DataTypes
     dry_run: bool
     command_ids: list[UUID] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     sample: list[GroupItem] = field(default_factory=list)
+    held: Counter[UUID] = field(default_factory=Counter)
+    """How many of them belong to each batch that is held."""
     until: datetime | None = None
     cause: str | None = None
     refused: int = 0
@@ -216,38 +240,47 @@ class _Selection:
                 after=after,
                 limit=PAGE,
             )
-            for command, command_id, since, cause in rows:
+            for command, command_id, since, cause, _, held_batch in rows:
                 after, self.cause = command, cause
                 self.until = since if self.until is None else max(self.until, since)
                 self.command_ids.append(command_id)
-            yield from self._look([(command, command_id) for command, command_id, *_ in rows])
+                if held_batch is not None:
+                    self.held[held_batch] += 1
+            yield from self._look(domain, [(command, command_id, of) for command, command_id, _, _, of, _ in rows])
             if len(rows) < PAGE:
                 break
         if self.refused:
             raise InvalidCommandError(self.problems, self.refused)
 
-    def _look(self, items: Sequence[tuple[int, UUID]]) -> Plan[None]:
+    def _look(self, domain: str, items: Sequence[tuple[int, UUID, str]]) -> Plan[None]:
         """Read the data of a page, if that is needed: all of it for a patch, a few for a dry run."""
         if self.patch is None:
             self.sizes += [0] * len(items)
             items = items[: SAMPLE - len(self.sample)] if self.dry_run else ()
         while items:
-            texts = yield from execute(SQL.data_of, commands=[command for command, _ in items], bytes=PART_BYTES)
-            for (_, command_id), (text,) in zip(items, texts, strict=False):
-                patched = None if self.patch is None else self._apply(self.patch, command_id, text)
+            texts = yield from execute(SQL.data_of, commands=[command for command, *_ in items], bytes=PART_BYTES)
+            for (_, command_id, command_type), (text,) in zip(items, texts, strict=False):
+                known = self.types.get((domain, command_type))
+                patched = None if self.patch is None else self._apply(self.patch, command_id, text, known)
                 if self.dry_run and len(self.sample) < SAMPLE:
                     self.sample.append(GroupItem(command_id, readable(text), readable(patched)))
             items = items[len(texts) :]
 
-    def _apply(self, patch: Patch, command_id: UUID, text: str | None) -> str | None:
+    def _apply(self, patch: Patch, command_id: UUID, text: str | None, known: DataType | None) -> str | None:
         """Measure what a patch reads and makes of the data of one command."""
         patched = None
         try:
-            patched = None if text is None else patch.apply(text)
+            patched = None if text is None else patch.apply(text, known)
+        except DataInvalidError as invalid:
+            about = f"the patched data of command {command_id}"
+            self._refuse([replace(one, message=f"{about} {one.message}") for one in invalid.problems])
         except ValueError as error:
-            self.refused += 1
-            if self.refused <= MOST_PROBLEMS:
-                message = f"does not apply to command {command_id}: {error}"
-                self.problems.append(Problem("INVALID_PATCH", "/patch", message))
+            message = f"does not apply to command {command_id}: {error}"
+            self._refuse([Problem("INVALID_PATCH", "/patch", message)])
         self.sizes.append(len((text or "").encode()) + len((patched or "").encode()))
         return patched
+
+    def _refuse(self, problems: Sequence[Problem]) -> None:
+        self.refused += 1
+        if self.refused <= MOST_PROBLEMS:
+            self.problems += problems

@@ -54,10 +54,20 @@ SELECT cause.fingerprint, reasons, error ->> 'type', error ->> 'code', error ->>
           FROM few) AS sample
  ORDER BY count DESC, cause.fingerprint;
 
+-- name: held_batches
+-- Of these commands in troubleshooting, each that belongs to a batch that is held, by that batch.
+SELECT t.batch_id
+  FROM busload.command AS c
+  JOIN busload.troubleshooting AS t ON t.command = c.id
+  JOIN busload.batch AS b ON b.batch_id = t.batch_id
+ WHERE c.domain = %(domain)s::text AND c.command_id = ANY (%(command_ids)b::uuid[]) AND b.held_at IS NOT NULL;
+
 -- name: group_items
--- The next page of a group, in the order of its commands. Commands that a retry would not move are left out.
+-- The next page of a group, in the order of its commands, each with the batch that it belongs to if that is held.
+-- Commands that a retry would not move are left out.
 -- OFFSET keeps the planner from merging all commands up to this page.
-SELECT t.command, c.command_id, t.since, coalesce(t.error ->> 'code', t.error ->> 'type')
+SELECT t.command, c.command_id, t.since, coalesce(t.error ->> 'code', t.error ->> 'type'), t.command_type,
+       (SELECT b.batch_id FROM busload.batch AS b WHERE b.batch_id = t.batch_id AND b.held_at IS NOT NULL)
   FROM busload.troubleshooting AS t
  CROSS JOIN LATERAL (SELECT command_id FROM busload.command AS c WHERE c.id = t.command OFFSET 0) AS c
  WHERE t.domain = %(domain)s::text AND t.fingerprint = %(fingerprint)s::text AND t.command > %(after)s::bigint

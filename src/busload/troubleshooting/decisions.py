@@ -18,6 +18,7 @@ import psycopg
 
 from busload.commands import rescue, search
 from busload.commands.command import Command, CommandStatus, NewCommand
+from busload.commands.data_type import DataInvalidError, DataTypes, KnowsTypes
 from busload.commands.ids import ascending_numbers, lease_id_of
 from busload.commands.parts import cut, find_failing
 from busload.commands.payload import WIDEST, PayloadRefusedError, encode
@@ -82,6 +83,9 @@ class Context(Protocol):
     @property
     def limits(self) -> InputLimits: ...
 
+    @property
+    def bus(self) -> KnowsTypes: ...
+
     def transaction(self) -> AbstractAsyncContextManager[AsyncConnection]: ...
 
 
@@ -93,7 +97,8 @@ async def carry_out(command: Command, ctx: Context) -> dict[str, Any] | None:
     part, limits = read_part(command.data), ctx.limits.payload
     async with ctx.transaction() as conn:
         lease_id = lease_id_of(ctx.execution_id)
-        plan = move_part(command.domain, part, decision_batch=command.batch_id, lease_id=lease_id, limits=limits)
+        about: dict[str, Any] = {"decision_batch": command.batch_id, "lease_id": lease_id}
+        plan = move_part(command.domain, part, limits=limits, types=ctx.bus.data_types, **about)
         moved, left = await perform_any(conn, plan)
     return summary(moved, left, limits)
 
@@ -180,7 +185,7 @@ def summary(moved: int, left: Mapping[UUID, str], limits: PayloadLimits) -> dict
 
 
 def move_part(
-    domain: str, part: Part, *, decision_batch: UUID | None, lease_id: UUID, limits: PayloadLimits
+    domain: str, part: Part, *, decision_batch: UUID | None, lease_id: UUID, limits: PayloadLimits, types: DataTypes
 ) -> Plan[tuple[int, dict[UUID, str]]]:
     """Carry out a decision for some commands, in the transaction that completes the command of this part.
 
@@ -190,30 +195,39 @@ def move_part(
         raise SupersededError("Another worker has this part of the decision now.")
     decision = part.decision
     picked = yield from pick(domain, part.command_ids, decision, until=part.until, decision_batch=decision_batch)
-    moved, left = yield from _move(decision, picked, limits, decision_batch)
+    moved, left = yield from _move(domain, decision, picked, limits, types, decision_batch)
     gone = set(part.command_ids).difference(moved, left)
     if gone:
         left |= yield from _left_behind(domain, part, gone)
     return len(moved), left
 
 
-def move(decision: Decision, picked: Sequence[Row], limits: PayloadLimits) -> Plan[tuple[int, dict[UUID, str]]]:
+def move(
+    domain: str, decision: Decision, picked: Sequence[Row], limits: PayloadLimits, types: DataTypes
+) -> Plan[tuple[int, dict[UUID, str]]]:
     """Carry out a decision for commands that were picked; returns how many have moved, and why the others have not."""
-    moved, left = yield from _move(decision, picked, limits, None)
+    moved, left = yield from _move(domain, decision, picked, limits, types, None)
     return len(moved), left
 
 
 def _move(
-    decision: Decision, picked: Sequence[Row], limits: PayloadLimits, decision_batch: UUID | None
+    domain: str,
+    decision: Decision,
+    picked: Sequence[Row],
+    limits: PayloadLimits,
+    types: DataTypes,
+    decision_batch: UUID | None,
 ) -> Plan[tuple[set[UUID], dict[UUID, str]]]:
-    commands: dict[int, UUID] = {command: command_id for command, command_id, _, _ in picked}
+    commands: dict[int, UUID] = {command: command_id for command, command_id, *_ in picked}
     data: dict[int, str] = {}
     left: dict[UUID, str] = {}
     if decision.patch is not None:
         patch = Patch(decision.patch, limits)
-        for command, command_id, text, _ in picked:
+        for command, command_id, command_type, text, _ in picked:
             try:
-                data[command] = patch.apply(text)
+                data[command] = patch.apply(text, types.get((domain, command_type)))
+            except DataInvalidError as error:
+                left[command_id] = f"what the patch makes does not fit: {error}"
             except ValueError as error:
                 left[command_id] = f"the patch does not apply: {error}"
         commands = {command: commands[command] for command in data}
@@ -234,7 +248,7 @@ def pick(
     until: datetime | None = None,
     decision_batch: UUID | None = None,
 ) -> Plan[Sequence[Row]]:
-    """Lock the commands that a decision may move, and return id, command_id and, for a patch, data of each."""
+    """Lock the commands that a decision may move, and return id, command_id, type and, for a patch, data of each."""
     return execute(
         SQL.pick,
         domain=domain,

@@ -15,7 +15,7 @@ DELETE FROM busload.troubleshooting AS t
 -- nobody decided about what failed again later. Rows are locked in order. After them their batches are
 -- locked, and the batch of the decision, as a settlement does.
 WITH item AS MATERIALIZED (
-    SELECT t.command, t.batch_id, c.command_id,
+    SELECT t.command, t.batch_id, c.command_id, t.command_type,
            CASE WHEN %(with_data)s::boolean THEN coalesce(c.data::text, 'null') END AS data
       FROM busload.troubleshooting AS t JOIN busload.command AS c ON c.id = t.command
      WHERE c.domain = %(domain)s::text AND c.command_id = ANY (%(command_ids)b::uuid[])
@@ -28,7 +28,7 @@ WITH item AS MATERIALIZED (
      WHERE batch_id = ANY (ARRAY(SELECT batch_id FROM item UNION SELECT %(decision_batch)s::uuid))
      ORDER BY batch_id FOR NO KEY UPDATE
 )
-SELECT command, command_id, data, (SELECT count(*) FROM batch) FROM item;
+SELECT command, command_id, command_type, data, (SELECT count(*) FROM batch) FROM item;
 
 -- name: retry
 -- Back into the queue with all attempts to use again. The numbering of attempts goes on, so that the history

@@ -7,6 +7,7 @@ from typing import Any
 
 import jsonpatch
 
+from busload.commands.data_type import DataType
 from busload.commands.payload import WIDEST, PayloadRefusedError, decode, encode
 from busload.errors import Problem
 from busload.settings import PayloadLimits
@@ -33,8 +34,12 @@ class Patch:
         kinds = jsonpatch.JsonPatch.operations
         self._steps = [kinds[operation["op"]](operation) for operation in self.operations]
 
-    def apply(self, data: str) -> str:
-        """Return the JSON text of a command's data after the patch; raise `ValueError` if the patch does not apply."""
+    def apply(self, data: str, known: DataType | None = None) -> str:
+        """Return the JSON text of a command's data after the patch.
+
+        Raises `ValueError` if the patch does not apply, and `DataInvalidError` if what it makes does not fit the type
+        that the handler wants, as far as that is `known`.
+        """
         patched, room = decode(data), self._limits.data_bytes
         for index, (operation, step) in enumerate(zip(self.operations, self._steps, strict=True)):
             try:
@@ -52,7 +57,10 @@ class Patch:
                 raise ValueError(f"operation {index} ({operation['op']}): {missing:.200}{_hint(operation)}") from None
             except Exception as error:  # the library raises what Python does on data of another shape
                 raise ValueError(f"operation {index} ({operation['op']}): {error!s:.200}{_hint(operation)}") from None
-        return encode(patched, self._limits, path="/data")
+        text = encode(patched, self._limits, path="/data")
+        if known is not None:
+            known.convert(patched)
+        return text
 
 
 def _hint(operation: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from uuid import UUID
 
 from busload.commands.checks import check, encoded, given
+from busload.commands.data_type import DataTypes
 from busload.commands.payload import decode, readable
 from busload.errors import Problem
 from busload.postgres.plan import ONE_MOMENT, Plan, execute, many
@@ -352,15 +353,15 @@ def order(
     return Order(selection, seen, decision, checked)
 
 
-def carry_out(order: Order, limits: PayloadLimits, *, after: int = -1, left: int) -> Write[Portion]:
+def carry_out(order: Order, limits: PayloadLimits, types: DataTypes, *, after: int = -1, left: int) -> Write[Portion]:
     """Carry out the next part of an order, in a transaction of its own: at most `left` commands after the cursor.
 
     Whoever comes first decides about a command. What somebody else has decided on meanwhile is left out.
     """
-    return patient(partial(_carry_out, order, limits, after, min(left, PART)))
+    return patient(partial(_carry_out, order, limits, types, after, min(left, PART)))
 
 
-def _carry_out(order: Order, limits: PayloadLimits, after: int, most: int) -> Plan[Portion]:
+def _carry_out(order: Order, limits: PayloadLimits, types: DataTypes, after: int, most: int) -> Plan[Portion]:
     selection, decision = order.selection, order.decision
     rows = yield from execute(
         SQL.portion,
@@ -382,7 +383,7 @@ def _carry_out(order: Order, limits: PayloadLimits, after: int, most: int) -> Pl
         return Portion(0, 0, {}, 0, None)
     ids = [command_id for _, command_id in taken]
     picked = yield from decisions.pick(selection.domain, ids, decision, until=order.seen.until)
-    moved, kept = yield from decisions.move(decision, picked, limits)
+    moved, kept = yield from decisions.move(selection.domain, decision, picked, limits, types)
     told = dict(list(kept.items())[:MOST_KEPT])
     more = len(taken) < len(rows) or len(rows) == most
     return Portion(len(taken), moved, told, len(kept) - len(told), taken[-1][0] if more else None)
@@ -395,7 +396,8 @@ def _carry_out(order: Order, limits: PayloadLimits, after: int, most: int) -> Pl
 class Patched:
     """What a patch makes of the first commands of a selection.
 
-    It was tried on `tried` of them, and does not apply to `refused`; `problems` says why, of the first few.
+    It was tried on `tried` of them. For `refused` it does not apply, or makes data that does not fit; `problems` says
+    why, of the first few.
     """
 
     tried: int
@@ -405,7 +407,9 @@ class Patched:
     """Whether it was tried on all of them."""
 
 
-def try_patch(limits: InputLimits, selection: Selection, patch: Patch, *, most: int, few: int = 3) -> Plan[Patched]:
+def try_patch(
+    limits: InputLimits, selection: Selection, patch: Patch, types: DataTypes, *, most: int, few: int = 3
+) -> Plan[Patched]:
     """Try a patch on at most so many commands of a selection, without writing anything."""
     _check(limits, selection, writes=False)
     tried, refused, after, problems = 0, 0, -1, list[Problem]()
@@ -413,10 +417,10 @@ def try_patch(limits: InputLimits, selection: Selection, patch: Patch, *, most: 
         rows = yield from execute(
             SQL.data_after, **selection.params, again=True, after=after, limit=PART, bytes=PART_BYTES
         )
-        for command, command_id, text in rows:
+        for command, command_id, command_type, text in rows:
             after, tried = command, tried + 1
             try:
-                patch.apply(text)
+                patch.apply(text, types.get((selection.domain, command_type)))
             except ValueError as error:
                 refused += 1
                 if len(problems) < few:

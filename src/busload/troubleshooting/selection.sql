@@ -136,14 +136,14 @@ SELECT t.command, c.command_id, c.bytes
 -- name: data_after
 -- The data of the next commands of a selection, as long as they fit into so many bytes.
 WITH page AS MATERIALIZED (
-    SELECT t.command FROM busload.troubleshooting AS t
+    SELECT t.command, t.command_type FROM busload.troubleshooting AS t
      WHERE {selected} AND t.command > %(after)s::bigint AND {may_be_tried_again}
      ORDER BY t.command LIMIT %(limit)s::integer
 ), sized AS (
-    SELECT p.command, c.command_id, c.data::text AS data,
+    SELECT p.command, c.command_id, p.command_type, c.data::text AS data,
            sum(octet_length(c.data::text)) OVER (ORDER BY p.command) - octet_length(c.data::text) AS before
       FROM page AS p CROSS JOIN LATERAL (
             SELECT command_id, coalesce(c.data, 'null') AS data
               FROM busload.command AS c WHERE c.id = p.command OFFSET 0) AS c
 )
-SELECT command, command_id, data FROM sized WHERE before < %(bytes)s::bigint ORDER BY command;
+SELECT command, command_id, command_type, data FROM sized WHERE before < %(bytes)s::bigint ORDER BY command;

@@ -274,7 +274,7 @@ async def diff(request: Request) -> Response:
             after = selection.patched(written.patch, text)
             mask = dashboard_of(request).mask
             lines = compared(masked(example.data, mask), masked(after, mask))
-        plan = selection.try_patch(bus.settings.limits, chosen, written.patch, most=MOST_TRIED)
+        plan = selection.try_patch(bus.settings.limits, chosen, written.patch, bus.data_types, most=MOST_TRIED)
         tried = await bus.database.read(plan)
     except NotYet as reason:
         problem = str(reason)
@@ -355,7 +355,7 @@ async def _portion(request: Request, order: Order, state: Progress) -> Progress:
     bus = bus_of(request).shard_of(order.selection.domain)
     assert state.after is not None
     left = state.seen.count - state.passed
-    write = selection.carry_out(order, bus.settings.limits.payload, after=state.after, left=left)
+    write = selection.carry_out(order, bus.settings.limits.payload, bus.data_types, after=state.after, left=left)
     portion = await bus.database.write(write)
     kept = len(portion.kept) + portion.others
     return replace(
