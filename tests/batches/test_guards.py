@@ -767,3 +767,33 @@ def test_the_sync_face_has_both(sync_bus: SyncCommandBus) -> None:
     assert not sync_bus.set_batch_budget(DOMAIN, batch_id, FailureBudget(0.8))
     found = sync_bus.get_batch(DOMAIN, batch_id)
     assert found is not None and found.failure_budget == 8
+
+
+async def test_the_hold_of_a_batch_is_named_though_all_that_is_left_waits_for_a_person(
+    bus: CommandBus, given: Given
+) -> None:
+    """A retry of these commands does not start them: somebody has to resume the batch as well."""
+    failing(bus, set(range(90, 100)))
+    batch_id = await bus.create_batch(DOMAIN, numbered(100), budget=FailureBudget(0.02, at_least=1))
+    await given.drained()
+
+    assert await codes(bus, batch_id) == [("BUDGET", 0), ("IN_TROUBLESHOOTING", 10)]
+    explanation = await bus.explain_batch(DOMAIN, batch_id)
+    assert explanation.summary.endswith("ended; held by a failure budget, 10 waiting for a person.")
+    held = explanation.reasons[0]
+    assert held.message.endswith("its budget allows 2. Nothing that is retried starts before it goes on.")
+    assert f"`busload batch resume {batch_id}`" in held.advice
+
+    [group] = await bus.troubleshooting.groups(DOMAIN)
+    for dry_run in (True, False):
+        action = await bus.troubleshooting.retry_group(DOMAIN, group.fingerprint, dry_run=dry_run)
+        assert (action.count, action.held, action.held_batches) == (10, 10, (batch_id,))
+    await given.drained()
+    assert await codes(bus, batch_id) == [("BUDGET", 10)]
+    [held] = (await bus.explain_batch(DOMAIN, batch_id)).reasons
+    assert held.message.endswith("its budget allows 2. By now no command of it waits for a person.")
+    assert await bus.resume_batch(DOMAIN, batch_id)
+    await given.drained()
+    assert await codes(bus, batch_id) == [("BUDGET", 0), ("IN_TROUBLESHOOTING", 10)]
+    canceled = await bus.troubleshooting.cancel_group(DOMAIN, group.fingerprint, reason="test", dry_run=True)
+    assert (canceled.count, canceled.held) == (10, 0)

@@ -111,5 +111,6 @@ def _labels(reasons: Sequence[Reason]) -> str:
     for reason in reasons:
         counts[reason.code] += reason.count
     return ", ".join(
-        code.label if code == Blocker.NOT_SEALED else f"{count:,} {code.label}" for code, count in counts.items()
+        f"{count:,} {code.label}" if count and code != Blocker.NOT_SEALED else code.label
+        for code, count in counts.items()
     )

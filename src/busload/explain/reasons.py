@@ -129,17 +129,22 @@ def _canceling(facts: Facts, what: str, canceled_at: datetime) -> Iterator[Reaso
 def _held(facts: Facts, hold: Hold) -> Iterator[Reason]:
     places = facts.places
     count = sum(part.count for parts in (places.ready, places.waiting, places.unconfirmed) for part in parts)
-    if not count:
+    parked = sum(part.count for part in places.parked) + places.other_parked
+    if not count and not parked:
         return
     by = {"CANARY": " by its canary", "BUDGET": " by its failure budget"}.get(hold.reason, "")
     by = f" by {hold.operator}" if hold.operator else by
     why = f": {line(hold.note)}" if hold.note else ""
     budget = ", with `--budget SHARE` for another budget" if hold.reason == "BUDGET" else ""
+    now = " By now no command of it waits for a person." if hold.reason in _HOLDS and not parked else ""
+    held = f"held {ago(facts, hold.since)}{by}{why}.{now}"
     yield Reason(
         _HOLDS.get(hold.reason, Blocker.HELD),
         count,
         hold.since,
-        f"{are(count)} waiting, but the batch was held {ago(facts, hold.since)}{by}{why}.",
+        f"{are(count)} waiting, but the batch was {held}"
+        if count
+        else f"The batch was {held} Nothing that is retried starts before it goes on.",
         f"Let it go on: `busload batch resume {facts.batch_id}`{budget}; or give it up: `busload batch cancel "
         f"{facts.batch_id} --reason TEXT`.",
         {"held_at": hold.since, "held_reason": hold.reason, "operator": hold.operator, "reason": hold.note},

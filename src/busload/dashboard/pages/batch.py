@@ -156,7 +156,7 @@ def whys(request: Request, reasons: Sequence[Reason]) -> list[Why]:
             reason.code.label,
             reason.count,
             reason.since,
-            reason.message if seen else f"{counted(reason.count, 'command')}: {reason.code.label}.",
+            reason.message if seen else _unseen(reason),
             reason.advice,
             reason.details.get("domain"),
             reason.details.get("command_id"),
@@ -164,6 +164,11 @@ def whys(request: Request, reasons: Sequence[Reason]) -> list[Why]:
         )
         for reason in reasons
     ]
+
+
+def _unseen(reason: Reason) -> str:
+    """What a reason is about, without its text. A batch may be held though nothing of it waits."""
+    return f"{counted(reason.count, 'command')}: {reason.code.label}." if reason.count else f"{reason.code.label}."
 
 
 async def hold(request: Request) -> Response:
