@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -14,7 +15,7 @@ import pytest
 
 from busload import BatchCommand, BatchStatus, SyncCommandBus
 from busload.batches import Canary, FailureBudget
-from tests.cli.conftest import Busload, Spawn
+from tests.cli.conftest import Busload, Spawn, Until
 from tests.given import DOMAIN, WITHIN, Database, Given
 
 
@@ -128,6 +129,20 @@ def test_watch_follows_until_the_end_and_ends_with_one_when_some_did_not_complet
     assert (last["canceled_count"], last["status"]) == (3, BatchStatus.COMPLETED_WITH_FAILURES)
     assert process.wait() == 1
     process.stdout.close()
+
+
+def test_watch_says_once_why_nothing_moves(
+    spawn: Spawn, sync_bus: SyncCommandBus, until: Until, tmp_path: Path
+) -> None:
+    batch_id = sync_bus.create_batch("payments", [BatchCommand("Debit")])
+    sync_bus.hold_batch("payments", batch_id, reason="lunch")
+    process = spawn("batch", "watch", batch_id)
+    said = tmp_path / "said.txt"
+    hint = f"1 held. `busload batch explain {batch_id}` says what to do."
+    until(lambda: hint in said.read_text())
+    sync_bus.cancel_batch("payments", batch_id, reason="test")
+    assert process.wait(WITHIN) == 1
+    assert said.read_text().count("says what to do") == 1
 
 
 def test_watch_ends_with_130_when_interrupted(spawn: Spawn, sync_bus: SyncCommandBus) -> None:

@@ -116,7 +116,7 @@ def show(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Answer:
 @batch.command()
 @about("batch", prints=True)
 def watch(bus: SyncCommandBus, domain: str, batch_id: UUID, *, as_json: bool) -> None:
-    """Follow a batch until it completes.
+    """Follow a batch until it completes. If nothing moves for a while, it says why, once.
 
     Ends with exit code 0 if every command completed, and with 1 if some failed or were canceled. With --json it prints
     one JSON object per change, each on a line of its own.
@@ -124,7 +124,7 @@ def watch(bus: SyncCommandBus, domain: str, batch_id: UUID, *, as_json: bool) ->
         busload batch watch 0198c5d2-7f3a && echo all completed
         busload batch watch 0198c5d2-7f3a --json | jq .completed_count
     """
-    follow(bus, domain, batch_id, as_json)
+    follow(bus, domain, batch_id, as_json, explain=True)
 
 
 @batch.command()
@@ -350,6 +350,8 @@ def _watched(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Iterator[Batch
                     last = found
                     yield found
         if not moved and not told:
-            click.echo(bus.explain_batch(domain, batch_id).summary, err=True)
+            why = bus.explain_batch(domain, batch_id)
+            what_to_do = f" `busload batch explain {batch_id}` says what to do." if why.reasons else ""
+            click.echo(f"{why.summary}{what_to_do}", err=True)
             told = True
         moved = False
