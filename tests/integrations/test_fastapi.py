@@ -91,9 +91,15 @@ async def test_a_worker_runs_inside_the_application_and_stops_with_it(
     assert database.value("SELECT count(*) FROM busload.worker WHERE stopped_at IS NULL") == 0
 
 
-async def test_a_schema_is_made_only_if_it_is_asked_for(server: TestServer) -> None:
+async def test_a_schema_is_made_only_if_it_is_asked_for(server: TestServer, caplog: pytest.LogCaptureFixture) -> None:
     with server.database(migrated=False) as empty:
         async with client(application(CommandBus(empty))) as http:
+            [said] = [one for one in caplog.records if one.levelname == "WARNING"]
+            assert said.getMessage().startswith(
+                "The application has started and cannot send yet: The database holds no"
+            )
+            assert "`busload schema migrate`" in said.getMessage()
+            caplog.clear()
             ready = await http.get("/readyz")
             assert (ready.status_code, ready.json()["reasons"][0]["code"]) == (503, "SCHEMA_OUTDATED")
             assert (await http.get("/healthz")).status_code == 200
@@ -101,6 +107,8 @@ async def test_a_schema_is_made_only_if_it_is_asked_for(server: TestServer) -> N
                 await http.post("/send")
         async with client(application(CommandBus(empty), migrate=True)) as http:
             assert (await http.post("/send")).status_code == 200
+        async with client(application(CommandBus(empty))):
+            assert [one for one in caplog.records if one.levelname == "WARNING"] == []
 
 
 async def test_an_application_that_cannot_start_leaves_nothing_open(server: TestServer) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AsyncExitStack
 from typing import Self
 
+import psycopg
+
 from busload.bus import CommandBus
-from busload.errors import kind_of
+from busload.errors import BusloadError, SchemaOutdatedError, kind_of
 from busload.integrations import probes
+from busload.postgres.schema import migrate
 from busload.sync.bus import SyncCommandBus
 from busload.worker import Worker
+
+log = logging.getLogger("busload")
 
 
 class BusAndWorker:
@@ -37,10 +43,22 @@ class BusAndWorker:
                 await opening.enter_async_context(self.bus)
             if self._migrate:
                 await self.bus.migrate()
+            else:
+                await self._warn_of_schema()
             if self.worker is not None:
                 await opening.enter_async_context(self.worker)
             self._open = opening.pop_all()
         return self
+
+    async def _warn_of_schema(self) -> None:
+        """Say at the start what every send would say. A database that is away is no reason not to start."""
+        try:
+            for shard in self.bus.shards:
+                await shard.database.read(migrate.check(), within=probes.PATIENCE)
+        except SchemaOutdatedError as outdated:
+            log.warning("The application has started and cannot send yet: %s", outdated)
+        except (BusloadError, psycopg.Error):
+            log.debug("The schema could not be looked at when the application started", exc_info=True)
 
     async def __aexit__(self, *error: object) -> None:
         await self._open.aclose()
