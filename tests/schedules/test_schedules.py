@@ -224,7 +224,9 @@ async def test_a_process_of_an_old_release_that_starts_again_does_not_bring_its_
             await eventually(is_new)
             await given.drained()
             assert is_new()
-            assert "1 schedule is as a newer release declares" in caplog.text
+            [said] = [one for one in caplog.records if "not as it is declared here" in one.getMessage()]
+            assert (said.levelname, "declared here: billing. " in said.getMessage()) == ("WARNING", True)
+            assert "`busload schedule sync` gives the name to this one" in said.getMessage()
             assert await bus.schedules.changes() == ["billing"]
         finally:
             running.stop()

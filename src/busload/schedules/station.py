@@ -56,11 +56,18 @@ class ScheduleStation:
             return
         if changed := await self._in_transaction(declare(self._schedules)):
             log.info("Declared %s: %s", counted(len(changed), "schedule"), ", ".join(sorted(changed)[:10]))
-        left = len(await self._perform(changes(self._schedules)))
+        left = await self._perform(changes(self._schedules))
         if left and not self._left:
-            are = counted(left, "schedule is", "schedules are")
-            log.info("%s as a newer release declares, as long as a worker of it runs", are)
-        self._left, self._declared_at = left, time.monotonic()
+            log.warning(
+                "%s: %s. A newer release, or another application, declares this otherwise, and has the name as long as "
+                "a worker of it runs. Give schedules of two applications different names; `busload schedule sync` "
+                "gives the name to this one",
+                counted(
+                    len(left), "schedule is not as it is declared here", "schedules are not as they are declared here"
+                ),
+                ", ".join(sorted(left)[:10]),
+            )
+        self._left, self._declared_at = len(left), time.monotonic()
 
     async def once(self) -> float:
         """Fire what is due, and return the seconds until the next look."""
