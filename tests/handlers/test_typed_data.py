@@ -30,7 +30,7 @@ from busload import (
 )
 from busload.batches import FailureBudget
 from busload.handlers.registry import Handlers
-from tests.given import Database, Given
+from tests.given import DOMAIN, Database, Given
 
 if TYPE_CHECKING:
     from busload import Command as OnlyForCheckers
@@ -486,3 +486,22 @@ def test_pydantic_tells_models_apart_that_msgspec_could_not() -> None:
     convert = handlers.data_types["payments", "Either"].convert
     assert convert({"sku": "a", "price": "1"}) == PydanticLine(sku="a", price=Decimal(1))
     assert convert(None) is None
+
+
+async def test_a_model_after_the_context_is_said_to_be_one_field(bus: CommandBus) -> None:
+    """The two arguments were swapped: the data is meant to be the model, and would have to be {"data": {...}}."""
+
+    @bus.handler(DOMAIN, "Swapped")
+    async def swapped(ctx: HandlerContext, data: StructOrder) -> None: ...
+
+    @bus.handler(DOMAIN, "Fields")
+    async def fields(ctx: HandlerContext, order: int) -> None: ...
+
+    with pytest.raises(InvalidCommandError) as refused:
+        await bus.send(DOMAIN, "Swapped", {"order": 1})
+    assert "each is a field of the data: its context comes first. With the data first, it gets all" in str(
+        refused.value
+    )
+    with pytest.raises(InvalidCommandError) as refused:
+        await bus.send(DOMAIN, "Fields", {})
+    assert "its context comes first" not in str(refused.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
-from typing import Any, NotRequired, Protocol, get_args
+from typing import Any, NotRequired, Protocol, get_args, is_typeddict
 
 import msgspec
 
@@ -83,6 +83,8 @@ class FieldsType(DataType):
         except ImportError:
             from typing import TypedDict as make
         name = f"the parameters of {function}"
+        if len(fields) == 1 and any(map(_has_fields, (t for t, _ in fields.values()))):
+            name += ", of which each is a field of the data: its context comes first. With the data first, it gets all"
         super().__init__(make(name, {one: t if needed else NotRequired[t] for one, (t, needed) in fields.items()}))
 
     def convert(self, data: Any) -> Any:
@@ -137,13 +139,17 @@ def fit_all(
 
 def is_model(value: object) -> bool:
     """Whether a value is an instance of a class of fields."""
-    kind = type(value)
+    return _is_class_of_fields(type(value))
+
+
+def _is_class_of_fields(kind: type) -> bool:
     return (
-        isinstance(value, msgspec.Struct)
-        or (is_dataclass(value) and not isinstance(value, type))
-        or hasattr(kind, "__attrs_attrs__")
-        or _is_pydantic(kind)
+        issubclass(kind, msgspec.Struct) or is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or _is_pydantic(kind)
     )
+
+
+def _has_fields(annotation: Any) -> bool:
+    return isinstance(annotation, type) and (is_typeddict(annotation) or _is_class_of_fields(annotation))
 
 
 def plain_model(value: Any) -> Any:
