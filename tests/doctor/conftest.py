@@ -125,9 +125,11 @@ class Patient:
             yield
 
     def words(self, line: str) -> list[str]:
-        """The words of a line, with what a person fills in."""
+        """The words of a line, with what a person fills in. `dsn` is that of the owner then."""
         causes = "SELECT fingerprint FROM busload.troubleshooting LIMIT 1"
-        words = shlex.split(line.removeprefix("busload "))
+        words = [
+            self.dsn if word == "DSN of the owner" else word for word in shlex.split(line.removeprefix("busload "))
+        ]
         return [str(self.database.value(causes)) if word == "FINGERPRINT" else word for word in words]
 
 

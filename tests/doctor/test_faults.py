@@ -372,6 +372,8 @@ async def test_a_login_without_rights_becomes_green_by_its_role(patient: Patient
     assert {one.check for one in found.skipped} >= {"schema", "workers", "work", "retention"}
     assert "permission denied" in next(one.why for one in found.skipped if one.check == "work")
     make, give = by_code["PRIVILEGES_MISSING"].run
+    [weak] = patient.elsewhere("doctor", "--dsn", patient.dsn).stdout.split("busload schema grants --apply")[1:]
+    assert weak.splitlines()[0] == " --dsn 'DSN of the owner'", "and not that of the login, which could not do it"
     patient.dsn = owner
     done = patient.busload(*patient.words(make))
     assert done.exit_code == 0, done.output
@@ -403,7 +405,8 @@ async def test_a_login_is_judged_by_what_its_role_needs_and_is_cured_by_renewing
     assert [(one.code, one.found) for one in found] == [
         ("PRIVILEGES_MISSING", f"The login {role}, which has the role {group}, lacks {told}.")
     ]
-    assert (found[0].sql, found[0].run) == ((), (" ".join(["busload schema grants --apply", *options]),))
+    renew = " ".join(["busload schema grants --apply", *options, "--dsn 'DSN of the owner'"])
+    assert (found[0].sql, found[0].run) == ((), (renew,))
     patient.dsn = owner
     assert patient.busload(*patient.words(found[0].run[0])).exit_code == 0
     patient.dsn = make_conninfo(owner, user=role)

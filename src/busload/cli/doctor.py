@@ -74,7 +74,7 @@ def _of_this_database(ctx: click.Context, found: Finding) -> Finding:
 
 
 def _line(ctx: click.Context, line: str) -> str:
-    if not line.startswith("busload "):
+    if not line.startswith("busload ") or " --dsn " in line:  # or a line that only another login can run
         return line
     application, dsn = ctx.meta.get(BUS), ctx.meta.get(DSN)
     if application is not None and "MODULE:BUS" in line:

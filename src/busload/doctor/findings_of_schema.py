@@ -170,7 +170,7 @@ def _give_rights(
     """In words, in SQL and for a shell: renew the rights of the roles, or give a role to this login."""
     named = {Role(each.table): each.name for each in [*roles, *members]}
     others = [f" --{role} {name}" for role, name in sorted(named.items()) if name != f"{PREFIX}{role}"]
-    renew = f"busload schema grants --apply{''.join(others)}"
+    renew = f"busload schema grants --apply{''.join(others)} --dsn 'DSN of the owner'"
     if members:
         return "Renew the rights of the role, as the owner of the schema.", (), (renew,)
     cure = "As the owner of the schema, give the login the role that it needs. Here it is a worker's:"
