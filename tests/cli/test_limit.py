@@ -71,6 +71,9 @@ async def test_who_runs_calls_and_how_many_wait_is_listed(busload: Busload, give
         "workers": ["given", "given"],
     }
     assert json.loads(busload("limit", "concurrency", "other", "--json").output) == []
+    other = " ".join(busload("limit", "concurrency", "crn").output.split())
+    assert "No call runs under a concurrency limit 'crn', and no command waits for it. Did you mean 'crm'?" in other
+    assert "so this may be a limit that rests, or none" in other
 
 
 def test_a_limit_that_nobody_uses_is_not_found(busload: Busload) -> None:

@@ -107,7 +107,15 @@ def concurrency(bus: SyncCommandBus, name: str | None, limit: int) -> Answer:
     busload limit concurrency
     busload limit concurrency crm --json | jq '.[].workers'
     """
-    return CONCURRENCY.list(bus.limits.concurrency(name, limit=limit))
+    found = bus.limits.concurrency(name, limit=limit)
+    nothing = None
+    if name is not None and not found:
+        likely = did_you_mean(name, {one.name for one in bus.limits.concurrency(limit=10_000)})
+        nothing = (
+            f"No call runs under a concurrency limit {name!r:.200}, and no command waits for it.{likely} "
+            "Names are known only while they are in use, so this may be a limit that rests, or none."
+        )
+    return CONCURRENCY.list(found, nothing=nothing)
 
 
 def _unknown(bus: SyncCommandBus, name: str, by: str | None = None) -> InvalidOperationError:
