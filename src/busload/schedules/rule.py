@@ -32,6 +32,8 @@ SHORTHANDS = {
     "@hourly": "0 * * * *",
 }
 FIELDS = ("second", "minute", "hour", "day of the month", "month", "day of the week")
+WANTED = ("0 to 59", "0 to 59", "0 to 23", "1 to 31 or L", "1 to 12 or jan to dec", "0 to 7 or sun to sat")
+"""What may stand in each of these fields, alone or in a list, a range or a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,10 @@ def _wrong_zone(timezone: object) -> list[Problem]:
     return [Problem("UNKNOWN_TIME_ZONE", "/timezone", f"{message}; did you mean {likely!r}" if likely else message)]
 
 
+LONGEST_ABBREVIATION = 4
+"""Letters of names such as CEST. All of these are alike, and mean something else."""
+
+
 def _alike(name: str) -> str | None:
     from difflib import get_close_matches
     from zoneinfo import available_timezones
@@ -235,6 +241,11 @@ def _alike(name: str) -> str | None:
     known = {zone.lower(): zone for zone in available_timezones()}
     cities = {zone.rpartition("/")[2].lower(): zone for zone in available_timezones()}
     asked = name.lower().replace(" ", "_")
+    for names in (known, cities):
+        if asked in names:
+            return names[asked]
+    if len(asked) <= LONGEST_ABBREVIATION:  # CEST is not nearly EST
+        return None
     for names in (known, cities):
         if found := get_close_matches(asked, names, 1, 0.8):
             return names[found[0]]
@@ -262,7 +273,8 @@ def _checked(expression: str, calendar: Calendar | None = None) -> str:
             try:
                 CronSim(" ".join(alone), EPOCH)
             except CronSimError:
-                message = f"found {shown(expression)}, whose {FIELDS[place]} {shown(field)} cannot be read"
+                found = f"found {shown(expression)}, whose {FIELDS[place]} {shown(field)} cannot be read"
+                message = f"{found}; wanted {WANTED[place]}, as in *, 1, 1-5, 1,3 or */2"
                 raise InvalidCommandError([Problem("INVALID_CRON", "/cron", message)], writes=False) from None
         raise (_never(expression, "cron") if calendar is None else _never(calendar, "calendar")) from None
     except (AssertionError, ValueError):  # a form that the package has no word for, such as 1L/2
