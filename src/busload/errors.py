@@ -227,7 +227,8 @@ class SchemaOutdatedError(BusloadError):
     """The database lacks busload's schema, or a part of it. `database` is its name if the call joins a transaction."""
 
     def __init__(self, *, found: int, needed: int, database: str | None = None) -> None:
-        holds = f"holds {f'busload schema {found}' if found else 'no busload schema yet'}, this release needs {needed}"
+        schema = f"busload schema version {found}" if found else "no busload schema yet"
+        holds = f"holds {schema}, this release needs {'' if found else 'schema '}version {needed}"
         if database is None:
             message = f"The database {holds}. Run"
         else:

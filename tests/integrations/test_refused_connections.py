@@ -298,7 +298,9 @@ async def test_a_database_of_an_older_release_is_named_with_its_version(
         for sql in (migrate.script(release=migrate.MIGRATIONS[:1]), "DROP TABLE busload.command CASCADE"):
             await caller.execute(sql)
         await bus.list_commands(DOMAIN)  # finds the schema of the bus itself
-        with pytest.raises(SchemaOutdatedError, match="'postgres', which holds busload schema 1, this release needs"):
+        with pytest.raises(
+            SchemaOutdatedError, match="'postgres', which holds busload schema version 1, this release needs version"
+        ):
             await bus.send(DOMAIN, "Debit", conn=caller.conn)
         await caller.rollback()
 
