@@ -63,8 +63,8 @@ SELECT t.batch_id
  WHERE c.domain = %(domain)s::text AND c.command_id = ANY (%(command_ids)b::uuid[]) AND b.held_at IS NOT NULL;
 
 -- name: group_items
--- The next page of a group, in the order of its commands, each with the batch that it belongs to if that is held.
--- Commands that a retry would not move are left out.
+-- The next page of a group, in the order of its commands, each with its batch if that is held. Commands that
+-- a retry would not move are left out.
 -- OFFSET keeps the planner from merging all commands up to this page.
 SELECT t.command, c.command_id, t.since, coalesce(t.error ->> 'code', t.error ->> 'type'), t.command_type,
        (SELECT b.batch_id FROM busload.batch AS b WHERE b.batch_id = t.batch_id AND b.held_at IS NOT NULL)
