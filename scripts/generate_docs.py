@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 import busload
+from busload import SyncCommandBus
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -42,8 +43,9 @@ page. The [reference](reference.md) has the same names in tables, with links to 
 def public_modules() -> Iterator[ModuleType]:
     """`busload` itself and each of its folders that offers names, without the ones made from them."""
     yield busload
-    for path in sorted((SOURCE / "busload").glob("*/__init__.py")):
-        module = import_module(f"busload.{path.parent.name}")
+    folder = SOURCE / "busload"
+    for path in sorted([*folder.glob("*/__init__.py"), *folder.glob("integrations/*/__init__.py")]):
+        module = import_module(".".join(path.parent.relative_to(SOURCE).parts))
         if getattr(module, "__all__", None) and path.parent.name != "sync":
             yield module
 
@@ -80,8 +82,12 @@ def is_documented(thing: Any) -> bool:
 
 
 def methods(kind: type) -> Iterator[tuple[str, Any]]:
-    """The public methods and properties that busload defines, also those of bases, in the order of the alphabet."""
-    for name in sorted(name for name in dir(kind) if not name.startswith("_")):
+    """The public methods and properties that busload defines, also those of bases, in the order of the alphabet.
+
+    Those of a `SyncCommandBus` are told under `CommandBus`.
+    """
+    told = dir(SyncCommandBus) if issubclass(kind, SyncCommandBus) else ()
+    for name in sorted(name for name in dir(kind) if not name.startswith("_") and name not in told):
         member = inspect.getattr_static(kind, name)
         member = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         member = member.fget if isinstance(member, property) else getattr(member, "func", member)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,8 +18,8 @@ from psycopg.conninfo import conninfo_to_dict
 
 from busload import HandlerContext
 from busload.testing import TestServer
-from tests.given import until
-from tests.integrations.servers import ROOT
+from tests.given import Database, until
+from tests.integrations.servers import ROOT, running
 from tests.integrations.test_fastapi import client
 from tests.test_examples import blocks
 
@@ -111,27 +112,69 @@ def test_the_application_of_the_page_about_flask_works(application: dict[str, An
 
 
 FILES = ("shop/models.py", "shop/bus.py", "shop/handlers.py", "shop/views.py", "mysite/urls.py")
+FILES_OF_CELERY = ("mysite/celery.py", "mysite/__init__.py", "shop/tasks.py", "shop/handlers.py")
 
 
-def test_the_project_of_the_page_about_django_works(server: TestServer, tmp_path: Path) -> None:
-    def python(*words: str) -> str:
-        own = {**os.environ, "PYTHONWARNINGS": "error"}
-        own.pop("BUSLOAD_DATABASE_URL", None)
-        command = [sys.executable, *words]
-        ran = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=120, check=False)
-        assert (ran.returncode, ran.stderr) == (0, "")
-        return ran.stdout
+class DjangoProject:
+    """The project that the page about Django begins with, in a folder of its own, on an empty database."""
 
-    begin = "from django.core.management import execute_from_command_line as run\n"
-    python("-c", begin + "run(['', 'startproject', 'mysite', '.']); run(['', 'startapp', 'shop'])")
-    settings, *files = shown("django.md")
-    with server.database(migrated=False) as dsn:
+    def __init__(self, path: Path, dsn: str) -> None:
+        self.path, self.dsn = path, dsn
+        begin = "from django.core.management import execute_from_command_line as run\n"
+        self.python("-c", begin + "run(['', 'startproject', 'mysite', '.']); run(['', 'startapp', 'shop'])")
+        settings, *files = shown("django.md")
         place = {name.upper(): value for name, value in conninfo_to_dict(dsn).items() if name != "dbname"}
         named = f'"NAME": "{conninfo_to_dict(dsn)["dbname"]}", **{place!r}'
         assert '"NAME": "shop"' in settings
-        with (tmp_path / "mysite/settings.py").open("a") as end:
+        with (path / "mysite/settings.py").open("a") as end:
             end.write(settings.replace('"NAME": "shop"', named))
-        for name, text in zip(FILES, files, strict=False):
-            (tmp_path / name).write_text(text)
-        told = json.loads(python(str(ROOT / "tests/integrations/django_page.py")).splitlines()[-1])
+        self.write(dict(zip(FILES, files, strict=False)))
+
+    def write(self, files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (self.path / name).write_text(text)
+
+    def python(self, *words: str) -> str:
+        own = {**os.environ, "PYTHONWARNINGS": "error"}
+        own.pop("BUSLOAD_DATABASE_URL", None)
+        command = [sys.executable, *words]
+        ran = subprocess.run(command, cwd=self.path, env=own, capture_output=True, text=True, timeout=120, check=False)
+        assert (ran.returncode, ran.stderr) == (0, "")
+        return ran.stdout
+
+    def migrate(self) -> None:
+        self.python("manage.py", "makemigrations", "shop")
+        self.python("manage.py", "migrate")
+
+
+@pytest.fixture
+def project(server: TestServer, tmp_path: Path) -> Iterator[DjangoProject]:
+    with server.database(migrated=False) as dsn:
+        yield DjangoProject(tmp_path, dsn)
+
+
+def test_the_project_of_the_page_about_django_works(project: DjangoProject) -> None:
+    told = json.loads(project.python(str(ROOT / "tests/integrations/django_page.py")).splitlines()[-1])
     assert told == [202, 1, {"shipped": True}, 200]
+
+
+def test_the_celery_of_a_django_project_goes_through_the_bridge_as_the_page_shows(project: DjangoProject) -> None:
+    """Django starts with the bridge, and so does Celery, which starts Django; a worker of the project runs a task."""
+    blocks = shown("celery.md")
+    at = next(number for number, block in enumerate(blocks) if "autodiscover_tasks" in block)
+    project.write(dict(zip(FILES_OF_CELERY, blocks[at : at + len(FILES_OF_CELERY)], strict=True)))
+    project.migrate()
+    assert "no issues" in project.python("manage.py", "check", "--fail-level", "WARNING")
+    domains = "from shop.handlers import bus; print(bus.handlers.names)"
+    as_celery_does = f"from mysite.celery import app; app.loader.import_default_modules(); {domains}"
+    assert project.python("-c", as_celery_does) == "[('celery', 'shop.tasks.ship_order')]\n"
+    send = (
+        "from shop.models import *; from shop.tasks import *; ship_order.delay(Order.objects.create(item='kettle').id)"
+    )
+    project.python("manage.py", "shell", "-c", send)
+    with (
+        running(["manage.py", "busload_worker"], project.dsn, project.path / "said.txt", cwd=project.path),
+        Database(project.dsn) as database,
+    ):
+        until(lambda: database.value("SELECT status FROM busload.command_status") == "COMPLETED")
+        assert database.rows("SELECT shipped FROM shop_order") == [(True,)]

@@ -27,6 +27,7 @@ from busload.integrations.celery.message import (
 )
 from busload.integrations.celery.result import CommandResult, CommandRows
 from busload.integrations.celery.running import TaskRunner, asks_for_retry, options_of
+from busload.integrations.celery.starting_django import without_starting_django_again
 from busload.settings import InputLimits
 from busload.sync.bus import SyncCommandBus
 
@@ -89,9 +90,10 @@ class CeleryBridge:
 
         The modules that the application names (`include`, `imports`, `autodiscover_tasks`) are imported before. A task
         may be sent to any queue: so it is a handler in the domain of each of `queues`, or else of each queue that the
-        application knows.
+        application knows. In Django, call it at the end of the module that BUSLOAD["BUS"] names.
         """
-        self.app.loader.import_default_modules()
+        with without_starting_django_again(self.app):
+            self.app.loader.import_default_modules()
         self.app.set_default()  # for the threads of a worker, which have no current application
         self.app.finalize()
         tasks = {name: task for name, task in sorted(self.app.tasks.items()) if self._takes(name)}
