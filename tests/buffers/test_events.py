@@ -1052,6 +1052,38 @@ def test_ddl_says_what_only_a_person_can_mend(database: Database) -> None:
         database.perform(ddl(BufferTable("t", key="k"), partition_by="p"))
 
 
+@pytest.mark.parametrize("column", ["group_id", '"NOT (group_id IS NULL"'])
+@pytest.mark.parametrize(
+    ("waits", "grouped", "fit"),
+    [
+        ("{} IS NULL", "{} IS NOT NULL", True),
+        ("NOT {} IS NOT NULL", "NOT {} IS NULL", True),  # as Django spells Q(group_id__isnull=...) and its negation
+        ("NOT NOT {} IS NULL", "NOT (NOT (NOT {} IS NULL))", True),
+        ("({} IS NULL) = true", "({} IS NULL) = false", True),
+        ("{} IS NOT DISTINCT FROM NULL", "({} IS NULL) <> true", True),
+        ("NOT {} IS NULL", "NOT {} IS NOT NULL", False),
+        ("({} IS NULL) AND id > 7", "({} IS NOT NULL) AND id > 7", False),
+        ("({} IS NULL) = (id > 7)", "id > 7", False),
+    ],
+)
+def test_an_index_fits_if_postgresql_uses_it_however_its_condition_is_spelled(
+    database: Database, column: str, waits: str, grouped: str, fit: bool
+) -> None:
+    name = column.strip('"')
+    database.rows(f"CREATE TABLE t (id int NOT NULL, {column} uuid, created_at timestamptz NOT NULL, UNIQUE (id))")
+    database.rows(f"CREATE INDEX waits ON t (created_at, id) WHERE {waits.format(column)}")
+    database.rows(f"CREATE INDEX grouped ON t ({column}) WHERE {grouped.format(column)}")
+    lacking = [line for line in database.perform(ddl(BufferTable("t", group_id=name))) if "INDEX" in line]
+    assert len(lacking) == (0 if fit else 2)
+    waiting = f"SELECT * FROM t WHERE {column} IS NULL ORDER BY created_at LIMIT 1"
+    taken = f"SELECT * FROM t WHERE {column} = gen_random_uuid()"
+    for scan in ("seqscan", "bitmapscan", "sort"):
+        database.rows(f"SET enable_{scan} = off")
+    for index, statement in (("waits", waiting), ("grouped", taken)):
+        used = any(f"using {index} on t" in line for (line,) in database.rows(f"EXPLAIN {statement}"))
+        assert used == fit
+
+
 def test_ddl_prints_what_a_table_lacks_and_no_more(database: Database, caplog: pytest.LogCaptureFixture) -> None:
     """What it prints can be run, and then there is nothing left to print"""
     database.rows("CREATE TABLE t (contact_id bigint)")

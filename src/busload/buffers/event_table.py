@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
@@ -381,6 +381,9 @@ def _missing_indexes(table: BufferTable, partition_by: str | None, found: _Found
         return f"CREATE {kind} ON {found.spelled} ({', '.join(map(spelled, names))}) WHERE {where};"
 
     waits, runs = (f"{spelled(table.group_id)} IS {null}" for null in ("NULL", "NOT NULL"))
+    indexes = [
+        (have, None if of is None else _simplified(of, {waits: runs, runs: waits})) for have, _, of, _ in found.indexes
+    ]
     in_order = [*([partition_by] if partition_by is not None else []), table.created_at, table.id]
     # Each with its condition, and how many of its first columns an index must have that does as well.
     wanted = [(in_order, waits, len(in_order)), ([table.group_id], runs, 1)]
@@ -388,10 +391,27 @@ def _missing_indexes(table: BufferTable, partition_by: str | None, found: _Found
         wanted += [([table.key], runs, 1), ([table.key, table.created_at, table.id], waits, 1)]
     missing: list[str] = []
     for names, where, most in wanted:
-        conditions = [f"({where})"] if where == waits else [f"({where})", None]
-        if not any(have[:most] == names[:most] and of in conditions for have, _, of, _ in found.indexes):
+        conditions = [where] if where == waits else [where, None]
+        if not any(have[:most] == names[:most] and of in conditions for have, of in indexes):
             missing.append(create(names, where))
     if table.key is not None and found.oid == 0:
         once = create([table.key], waits, "UNIQUE INDEX")
         missing.append(_comment(f"optional, at most one waiting event per key: {once}"))
     return missing
+
+
+_NEGATES = {" = true": False, " <> false": False, " = false": True, " <> true": True}
+"""Comparisons of a test for null that a planner does away with, and whether each negates the test."""
+
+
+def _simplified(condition: str, negated: Mapping[str, str]) -> str:
+    """A test for null as a planner sees it, however it is spelled: Django negates it as `NOT (x IS NULL)`."""
+    for end, negates in _NEGATES.items():
+        if condition.endswith(end):
+            inner = _simplified(condition.removesuffix(end), negated)
+            return negated.get(inner, condition) if negates else inner
+    if condition.startswith("NOT "):
+        return negated.get(_simplified(condition.removeprefix("NOT "), negated), condition)
+    if condition.startswith("(") and condition.endswith(")"):
+        return _simplified(condition[1:-1], negated)
+    return condition
