@@ -17,7 +17,15 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from busload import BatchCommand, CommandBus, HandlerContext, PermanentCommandError, RetryPolicy, Settings
+from busload import (
+    BatchCommand,
+    CommandBus,
+    HandlerContext,
+    PermanentCommandError,
+    RetryPolicy,
+    Settings,
+    SyncCommandBus,
+)
 from busload.audit import actions
 from busload.batches.guards import Canary, FailureBudget
 from busload.commands import listing
@@ -28,6 +36,7 @@ from busload.dashboard.app import ROUTES, TIME_LIMIT
 from busload.dashboard.pages import batch, commands, overview
 from busload.errors import InvalidCommandError, InvalidOperationError
 from busload.health.health import HealthCode
+from busload.integrations.self_opening_bus import SelfOpeningBus
 from busload.jobs.job import BatchJob, Stage
 from tests.dashboard.hostile import HOSTILE
 from tests.dashboard.site import NOWHERE, SAME_ORIGIN, address, client, known_users, signed_in
@@ -836,3 +845,13 @@ async def test_the_bus_is_opened_and_closed_with_the_application(dsn: str) -> No
         async with served.router.lifespan_context(served):
             pass
         await given_bus.list_batches(None)
+
+
+def test_a_bus_that_pages_cannot_await_is_refused_when_the_application_is_made(dsn: str) -> None:
+    of_the_same: Any = SyncCommandBus(dsn), SelfOpeningBus(dsn)
+    for one in of_the_same:
+        with pytest.raises(ValueError, match=r"needs a CommandBus, found a .*Bus: its .*CommandBus\(bus\.dsn\)\."):
+            app(one)
+    none: Any = dsn
+    with pytest.raises(ValueError, match=r"needs a CommandBus, found a str\."):
+        app(none)

@@ -19,7 +19,7 @@ from psycopg.conninfo import conninfo_to_dict
 from busload import HandlerContext
 from busload.testing import TestServer
 from tests.given import Database, until
-from tests.integrations.servers import ROOT, running
+from tests.integrations.servers import ROOT, running, serving
 from tests.integrations.test_fastapi import client
 from tests.test_examples import blocks
 
@@ -178,3 +178,26 @@ def test_the_celery_of_a_django_project_goes_through_the_bridge_as_the_page_show
     ):
         until(lambda: database.value("SELECT status FROM busload.command_status") == "COMPLETED")
         assert database.rows("SELECT shipped FROM shop_order") == [(True,)]
+
+
+def test_staff_of_a_django_project_see_the_dashboard_as_the_page_shows(project: DjangoProject) -> None:
+    project.write({"mysite/asgi.py": next(block for block in shown("django.md") if "who(request)" in block)})
+    project.migrate()
+    users = "create_superuser('ada', password='x')", "create_user('grace', password='x', is_staff=True)"
+    make = [f"User.objects.{one}" for one in (*users, "create_user('eve', password='x')")]
+    project.python("manage.py", "shell", "-c", f"from django.contrib.auth.models import User; {'; '.join(make)}")
+    words, said = ["-m", "uvicorn", "mysite.asgi:application", "--port", "PORT"], project.path / "said.txt"
+    found = {}
+    with serving(words, project.dsn, said, cwd=project.path) as site:
+        assert site.get("/ops/busload/").status_code == 401
+        assert site.post("/orders", data={"item": "kettle"}).status_code == 202
+        host = {"Origin": str(site.base_url), "X-Busload": "1"}
+        for name in ("ada", "grace", "eve"):
+            site.cookies.clear()
+            site.get("/admin/login/")
+            form = {"username": name, "password": "x", "csrfmiddlewaretoken": site.cookies["csrftoken"]}
+            assert site.post("/admin/login/", data=form).status_code == (200 if name == "eve" else 302)
+            page = site.get("/ops/busload/domains")
+            paused = site.post("/ops/busload/domains/pause", data={"domain": "shop", "reason": "x"}, headers=host)
+            found[name] = page.status_code, name in page.text, paused.status_code
+    assert found == {"ada": (200, True, 200), "grace": (200, True, 403), "eve": (401, False, 401)}, said.read_text()

@@ -43,7 +43,9 @@ from busload.dashboard.pages import (
 from busload.dashboard.problem import Problem, as_problem, problem_page
 from busload.dashboard.render import Dashboard, assets, principal_of
 from busload.dashboard.route import Handler, Route, page
+from busload.errors import kind_of
 from busload.settings import from_environment
+from busload.sync.bus import SyncCommandBus
 
 MASK = ("*password*", "*passwd*", "*secret*", "*token*", "*api_key*", "*apikey*", "authorization")
 """Keys whose values nobody sees, unless other patterns are given."""
@@ -106,6 +108,12 @@ def app(
     The bus is opened with the application if it is not open, and closed only if the application has opened it. Where
     the dashboard is mounted, the outer application opens the bus.
     """
+    given: object = bus
+    if isinstance(given, SyncCommandBus):
+        how = "its pages are async. Make a CommandBus of the same database: in Django, CommandBus(bus.dsn)."
+        raise ValueError(f"The dashboard needs a CommandBus, found {kind_of(given)}: {how}")
+    if not isinstance(given, CommandBus):
+        raise ValueError(f"The dashboard needs a CommandBus, found {kind_of(given)}.")
     authenticate = authenticate or Users.read(from_environment("BUSLOAD_DASHBOARD_USERS") or "")
     several = databases.ROUTES if len(bus.shards) > 1 else ()
     routes = [*(new_batch.ROUTES if create else ()), *several, *routes]

@@ -45,6 +45,11 @@ class DjangoCommandBus(JoiningBus, SelfOpeningBus):
         self.handlers = _DjangoHandlers()
         self.handlers.bus_of_threads = JoiningBus
 
+    @property
+    def dsn(self) -> str:
+        """Where the database is, also before the bus is open."""
+        return self._find_dsn()
+
     def _make_database(self) -> Database:
         return OpeningJoiningDatabase(self._find_dsn, self._opened_for, self.settings, self._open_once)
 
