@@ -134,12 +134,18 @@ class DjangoProject:
         for name, text in files.items():
             (self.path / name).write_text(text)
 
-    def python(self, *words: str) -> str:
+    def write_celery(self) -> None:
+        blocks = shown("celery.md")
+        at = next(number for number, block in enumerate(blocks) if "autodiscover_tasks" in block)
+        self.write(dict(zip(FILES_OF_CELERY, blocks[at : at + len(FILES_OF_CELERY)], strict=True)))
+
+    def python(self, *words: str, quiet: bool = True) -> str:
         own = {**os.environ, "PYTHONWARNINGS": "error"}
         own.pop("BUSLOAD_DATABASE_URL", None)
         command = [sys.executable, *words]
         ran = subprocess.run(command, cwd=self.path, env=own, capture_output=True, text=True, timeout=120, check=False)
-        assert (ran.returncode, ran.stderr) == (0, "")
+        assert ran.returncode == 0, ran.stderr
+        assert not (quiet and ran.stderr), ran.stderr
         return ran.stdout
 
     def migrate(self) -> None:
@@ -160,9 +166,7 @@ def test_the_project_of_the_page_about_django_works(project: DjangoProject) -> N
 
 def test_the_celery_of_a_django_project_goes_through_the_bridge_as_the_page_shows(project: DjangoProject) -> None:
     """Django starts with the bridge, and so does Celery, which starts Django; a worker of the project runs a task."""
-    blocks = shown("celery.md")
-    at = next(number for number, block in enumerate(blocks) if "autodiscover_tasks" in block)
-    project.write(dict(zip(FILES_OF_CELERY, blocks[at : at + len(FILES_OF_CELERY)], strict=True)))
+    project.write_celery()
     project.migrate()
     assert "no issues" in project.python("manage.py", "check", "--fail-level", "WARNING")
     domains = "from shop.handlers import bus; print(bus.handlers.names)"
@@ -201,3 +205,35 @@ def test_staff_of_a_django_project_see_the_dashboard_as_the_page_shows(project: 
             paused = site.post("/ops/busload/domains/pause", data={"domain": "shop", "reason": "x"}, headers=host)
             found[name] = page.status_code, name in page.text, paused.status_code
     assert found == {"ada": (200, True, 200), "grace": (200, True, 403), "eve": (401, False, 401)}, said.read_text()
+
+
+BUFFER_IN_A_TRANSACTION = """
+from busload.errors import CommandNotFoundError, InvalidOperationError
+from busload.testing import drain
+from django.test import TestCase
+from shop.bus import bus
+from shop.tasks import ship_order
+
+
+class TransactionTest(TestCase):
+    def test_events_that_are_flushed_are_not_passed_over(self):
+        clicks = bus.buffer("clicks")
+        clicks.handler()(lambda group, ctx: None)
+        clicks.add({"page": 1})
+        clicks.flush()
+        with self.assertRaisesRegex(InvalidOperationError, "CommandsTestCase.* busload_django_bus"):
+            drain(bus)
+
+    def test_a_result_that_nobody_can_wait_for_says_why(self):
+        self.addCleanup(bus.close)  # the wait has opened it
+        with self.assertRaisesRegex(CommandNotFoundError, "the transaction which sends it is committed"):
+            ship_order.delay(1).get()
+"""
+
+
+def test_tasks_are_tested_in_djangos_transaction_as_the_page_about_celery_shows(project: DjangoProject) -> None:
+    project.write_celery()
+    project.write({"shop/tests.py": next(block for block in shown("celery.md") if "TaskTest" in block)})
+    project.write({"shop/test_more.py": BUFFER_IN_A_TRANSACTION})
+    project.python("manage.py", "makemigrations", "shop")
+    project.python("manage.py", "test", "--noinput", "--verbosity", "0", quiet=False)

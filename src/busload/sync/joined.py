@@ -35,6 +35,7 @@ from busload.postgres.write import Write
 from busload.schedules.declare import declare
 from busload.schedules.fire import fire
 from busload.settings import Settings
+from busload.sync.buffer import SyncBuffer
 from busload.sync.bus import SyncCommandBus
 from busload.sync.context import SyncCallersTransaction, SyncChunkContext, SyncHandlerContext, SyncHandlerTransaction
 from busload.sync.database import Database
@@ -54,6 +55,7 @@ from busload.testing.joined import (
     T,
     _begun,
     _no_psycopg,
+    _of_buffer,
     _other_face,
     _script,
     _settled,
@@ -283,8 +285,17 @@ class JoinedWorker:
             if not (taken or promoted or self._fire()):
                 break
             self._run_all(taken)
+        self._refuse_buffers(domains)
         self.retire()
         return self.settled
+
+    def _refuse_buffers(self, domains: Sequence[str]) -> None:
+        """A worker would make groups now of events that are due, and run their handlers."""
+        for settings in self._bus.handlers.buffers:
+            if settings.name in domains:
+                served = SyncBuffer(self._database, self._bus.handlers, settings, self._payload)
+                if served.distribute():
+                    raise _of_buffer(settings.name)
 
     def _fire(self) -> int:
         """Fire schedules that are due, as a worker does."""
@@ -399,6 +410,7 @@ class JoinedWorker:
         self.settled += len(self._perform(_settled(transitions)))
 
     def _set_aside(self, leased: Leased) -> None:
+        log.warning("No handler for %s in %s here, so it did not run", leased.command_type, leased.lease.domain)
         details = encode({"command_types": [leased.command_type]})
         self._perform(claim.give_back({leased.lease: [leased.id]}, pause=NO_HANDLER_PAUSE, details=[details]))
 
@@ -408,9 +420,6 @@ class JoinedWorker:
     def _refuse(self, handler: Handler, leased: Leased) -> None:
         where = f"{leased.lease.domain}/{leased.command_type}"
         if handler.buffer is not None:
-            raise InvalidOperationError(
-                f"The handler of the buffer {leased.lease.domain!r} cannot run inside of a test's transaction. "
-                "Commit, and drain without conn."
-            )
+            raise _of_buffer(leased.lease.domain)
         if handler.is_async != waiting.AWAITS:
             raise _other_face(where, handler)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import psycopg
 
+from busload.buffers.buffer import Buffer
 from busload.bus import CommandBus
 from busload.commands import claim, expire, rescue, settle
 from busload.commands.bulk_items import Chunk, Item
@@ -63,6 +64,9 @@ AT_A_TIME = 100
 NO_HANDLER_PAUSE = 3600.0
 """Seconds until a command is looked at again whose type has no handler: longer than any test."""
 
+
+OUTSIDE = "commit, and drain without conn (in Django: in a CommandsTestCase, or with the fixture busload_django_bus)"
+"""What to do about a handler that cannot run inside of a transaction."""
 
 SAVEPOINT, BACK_TO_SAVEPOINT = b"SAVEPOINT busload_handler", b"ROLLBACK TO SAVEPOINT busload_handler"
 OWN_SAVEPOINT, RELEASE = b"SAVEPOINT busload_transaction", b"RELEASE SAVEPOINT busload_transaction"
@@ -288,8 +292,17 @@ class JoinedWorker:
             if not (taken or promoted or await self._fire()):
                 break
             await self._run_all(taken)
+        await self._refuse_buffers(domains)
         await self.retire()
         return self.settled
+
+    async def _refuse_buffers(self, domains: Sequence[str]) -> None:
+        """A worker would make groups now of events that are due, and run their handlers."""
+        for settings in self._bus.handlers.buffers:
+            if settings.name in domains:
+                served = Buffer(self._database, self._bus.handlers, settings, self._payload)
+                if await served.distribute():
+                    raise _of_buffer(settings.name)
 
     async def _fire(self) -> int:
         """Fire schedules that are due, as a worker does."""
@@ -404,6 +417,7 @@ class JoinedWorker:
         self.settled += len(await self._perform(_settled(transitions)))
 
     async def _set_aside(self, leased: Leased) -> None:
+        log.warning("No handler for %s in %s here, so it did not run", leased.command_type, leased.lease.domain)
         details = encode({"command_types": [leased.command_type]})
         await self._perform(claim.give_back({leased.lease: [leased.id]}, pause=NO_HANDLER_PAUSE, details=[details]))
 
@@ -413,12 +427,16 @@ class JoinedWorker:
     def _refuse(self, handler: Handler, leased: Leased) -> None:
         where = f"{leased.lease.domain}/{leased.command_type}"
         if handler.buffer is not None:
-            raise InvalidOperationError(
-                f"The handler of the buffer {leased.lease.domain!r} cannot run inside of a test's transaction. "
-                "Commit, and drain without conn."
-            )
+            raise _of_buffer(leased.lease.domain)
         if handler.is_async != waiting.AWAITS:
             raise _other_face(where, handler)
+
+
+def _of_buffer(name: str) -> InvalidOperationError:
+    """Its handler works through a group in several transactions."""
+    return InvalidOperationError(
+        f"The handler of the buffer {name!r} cannot run inside of a test's transaction. Instead, {OUTSIDE}."
+    )
 
 
 def _other_face(where: str, handler: Handler) -> InvalidOperationError:
@@ -426,7 +444,7 @@ def _other_face(where: str, handler: Handler) -> InvalidOperationError:
     kind, bus = ("async def", "CommandBus") if handler.is_async else ("def", "SyncCommandBus")
     return InvalidOperationError(
         f"The handler of {where} is written with {kind}, so inside of a test's transaction it needs a {bus}. Pass one, "
-        "or commit and call without conn."
+        f"or {OUTSIDE}."
     )
 
 
@@ -435,7 +453,7 @@ def _no_psycopg(name: str, conn: object) -> InvalidOperationError:
         "ctx.transaction() gives a connection of psycopg, in the face of the handler, and the transaction of this test "
         f"is one of {kind_of(conn)}: it has no {name!r} for the handler. Write by the session or connection of the "
         "test, and complete the command there by ctx.complete(conn=...); or let the engine of the test begin with "
-        "postgresql+psycopg://; or commit, and drain without conn."
+        f"postgresql+psycopg://; or {OUTSIDE}."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from busload.commands.command import CommandOptions, NewCommand, new_command
 from busload.commands.execution import Leased, Transition, complete, decide, failure
 from busload.commands.ids import new_id
 from busload.commands.send import NO_BROKER
+from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
 from busload.handlers.middleware import within_middleware
 from busload.handlers.registry import Handler
@@ -43,6 +45,7 @@ from busload.worker.handler_threads import Threads
 from busload.worker.worker import Worker, async_face
 
 SQL = statements(__name__)
+log = logging.getLogger("busload")
 
 PATIENCE = 60.0
 """Seconds that a handler waits for a connection."""
@@ -124,20 +127,57 @@ def drain(
     With `conn`, everything happens on that connection, in the transaction that is open there: commands that were sent
     in it are seen, handlers run in this task or thread, and a rollback undoes it all. `state` is what handlers find as
     `ctx.state`, in the place of what the lifespan of the bus would open; with `conn` no lifespan is opened.
+    Commands that are ready and have no handler on this bus stay, and a warning in the log names them.
     """
     refuse_no_bus(bus)
     if isinstance(bus, SyncCommandBus):
         conn = callers_connection(bus, conn)
         if conn is None:
-            return in_own_loop(DrainingWorker(bus, domains, state).drain)
+            settled = in_own_loop(DrainingWorker(bus, domains, state).drain)
+            for shard in _looked_at(bus, domains):
+                _warn(shard.database.in_transaction(_left(bus)))
+            return settled
         with sync_joined.JoinedBus(bus, conn) as inside:
-            return sync_joined.JoinedWorker(inside, state).drain(_domains(bus, domains))
-    return DrainingWorker(bus, domains, state).drain() if conn is None else _drain_joined(bus, domains, conn, state)
+            settled = sync_joined.JoinedWorker(inside, state).drain(_domains(bus, domains))
+            if domains is None:
+                _warn(inside.database.in_transaction(_left(bus)))
+            return settled
+    return _drain(bus, domains, state) if conn is None else _drain_joined(bus, domains, conn, state)
+
+
+async def _drain(bus: CommandBus, domains: Sequence[str] | None, state: Any) -> int:
+    settled = await DrainingWorker(bus, domains, state).drain()
+    for shard in _looked_at(bus, domains):
+        _warn(await shard.database.in_transaction(_left(bus)))
+    return settled
 
 
 async def _drain_joined(bus: CommandBus, domains: Sequence[str] | None, conn: AnyConnection, state: Any) -> int:
     async with joined.JoinedBus(bus, conn) as inside:
-        return await joined.JoinedWorker(inside, state).drain(_domains(bus, domains))
+        settled = await joined.JoinedWorker(inside, state).drain(_domains(bus, domains))
+        if domains is None:
+            _warn(await inside.database.in_transaction(_left(bus)))
+        return settled
+
+
+def _looked_at(bus: Any, domains: Sequence[str] | None) -> list[Any]:
+    """Where to look for what has not run: nothing is opened for that."""
+    return [shard for shard in bus.shards if shard.database.is_open] if domains is None else []
+
+
+def _left(bus: AnyBus) -> Plan[list[Any]]:
+    """What is ready in domains that the bus has no handlers for, and how much."""
+    return (yield from execute(SQL.left_in_other_domains, domains=bus.handlers.domains))
+
+
+def _warn(left: Sequence[Any]) -> None:
+    for domain, commands in left:
+        log.warning(
+            "%s of the domain %r did not run: this bus has no handler for it. Register its handlers first: import "
+            "their module, or call bridge.register() for tasks of Celery. If another program runs them, all is well",
+            counted(commands, "command"),
+            domain,
+        )
 
 
 def _domains(bus: AnyBus, domains: Sequence[str] | None) -> Sequence[str]:

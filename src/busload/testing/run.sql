@@ -17,3 +17,8 @@ WITH taken AS (
 )
 SELECT l.*, c.*
   {leases_and_commands};
+
+-- name: left_in_other_domains
+-- How many commands are ready in domains that nobody serves here.
+SELECT domain, sum(hi - lo + 1)::bigint FROM busload.queue
+ WHERE domain <> ALL (%(domains)s::text[]) GROUP BY domain ORDER BY domain;
