@@ -237,3 +237,48 @@ def test_tasks_are_tested_in_djangos_transaction_as_the_page_about_celery_shows(
     project.write({"shop/test_more.py": BUFFER_IN_A_TRANSACTION})
     project.python("manage.py", "makemigrations", "shop")
     project.python("manage.py", "test", "--noinput", "--verbosity", "0", quiet=False)
+
+
+TYPED = """
+from busload import SyncHandlerContext
+from django.http import HttpResponse
+from django.urls import path
+from shop.bus import bus
+from shop.models import Order
+
+@bus.handler("shop", "Pay")
+def pay(cents: int, ctx: SyncHandlerContext) -> None: ...
+
+def payment(request, cents):
+    Order.objects.create(item=cents)
+    bus.send("shop", "Pay", int(cents) if cents.isdigit() else cents)
+    return HttpResponse(status=202)
+
+urlpatterns.append(path("payments/<cents>", payment))
+"""
+
+
+def test_data_that_does_not_fit_is_answered_as_the_page_about_django_shows(project: DjangoProject) -> None:
+    project.write({"shop/middleware.py": next(block for block in shown("django.md") if "process_exception" in block)})
+    for name, more in (
+        (
+            "mysite/settings.py",
+            'MIDDLEWARE += ["shop.middleware.RefuseData"]\nDATABASES["default"]["ATOMIC_REQUESTS"] = True\n',
+        ),
+        ("mysite/urls.py", TYPED),
+    ):
+        with (project.path / name).open("a") as end:
+            end.write(more)
+    project.migrate()
+    ask = """
+from django.test import Client
+from django.test.utils import setup_test_environment
+from shop.models import Order
+setup_test_environment()
+bad, good = (Client().get(f"/payments/{cents}") for cents in ("ten", 10))
+print([bad.status_code, bad.json(), good.status_code, [one.item for one in Order.objects.all()]])
+"""
+    wrong = {"detail": [{"path": "/data", "message": "does not fit int: Expected `int`, got `str`"}]}
+    assert project.python("manage.py", "shell", "-c", ask, quiet=False).splitlines()[-1] == str(
+        [422, wrong, 202, ["10"]]
+    )
