@@ -13,12 +13,14 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import click
 import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from busload import BatchCommand, BatchStatus, SyncCommandBus
+from busload.cli import worker as cli_worker
 from busload.commands import claim, rescue, settle
 from busload.commands import search as report
 from busload.commands.execution import Transition
@@ -599,3 +601,9 @@ def test_an_option_that_cannot_be_is_explained(
     result = offline("worker", "app:bus", *options)
     assert result.exit_code == 2, result.output
     assert because in " ".join(result.stderr.split())
+
+
+def test_every_option_of_a_worker_has_a_text() -> None:
+    """`manage.py busload_worker` shows no types and defaults, so there an option without one says nothing."""
+    options = [one for one in cli_worker.worker.params if isinstance(one, click.Option)]
+    assert [one.name for one in options if not (one.help or one.hidden)] == []

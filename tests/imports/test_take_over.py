@@ -222,3 +222,13 @@ def test_at_a_shell(jobs: str, sync_bus: SyncCommandBus, database: Database, mon
     sync_bus.handler("other", "count")(lambda command, ctx: command.data["n"])
     assert drain(sync_bus) == 1
     database.check_invariants()
+
+
+def test_one_task_that_stays_is_one(dsn: str, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUSLOAD_DATABASE_URL", dsn)
+    with redis.Redis.from_url(redis_url) as client:
+        client.delete("kit-one")
+        client.lpush("kit-one", "no message")
+        ran = CliRunner().invoke(main, ["import", "celery", redis_url, "--queue", "kit-one"])
+        client.delete("kit-one")
+    assert "1 task stays where it is:" in ran.output

@@ -93,7 +93,7 @@ class _WithList(WithVerbs):
     "How many handlers written with `def` a process runs at a time: each takes a thread.",
     show_default="cores + 4, at most 32",
 )
-@_count("--processes", 256, 1)
+@_count("--processes", 256, 1, "Worker processes to start; one that dies is replaced.")
 @_time("--grace", "grace", "How long running commands may go on once the worker is told to stop.")
 @_time("--wait", "wait_for_database", "How long to wait, at the start, for a database that cannot be reached.")
 @_time("--lease", "lease_for", "How long a process may be silent before others take over its commands.", least=1)
@@ -119,7 +119,9 @@ class _WithList(WithVerbs):
     help="Serve /metrics for Prometheus there, and /healthz and /readyz for probes, e.g. 127.0.0.1:9464; with several "
     "processes, each takes the next port.",
 )
-@click.option("--log-level", type=click.Choice(LOG_LEVELS, case_sensitive=False), default="info")
+@click.option(
+    "--log-level", type=click.Choice(LOG_LEVELS, case_sensitive=False), default="info", help="The least level to log."
+)
 @click.option("--log-json", is_flag=True, help="Log one JSON object per line.")
 @click.option("--parent", type=int, hidden=True, help="End when this process has ended.")
 @click.pass_context
