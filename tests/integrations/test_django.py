@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -149,6 +150,29 @@ def test_the_command_line_works_on_the_database_of_the_project(told: dict[str, A
     assert found["worker"] == "2 Run the worker of a Django project by `manage.py busload_worker`."
     assert found["unknown"].startswith("1 There is no command that begins with 0000")
     assert found["usage"].startswith("2 No such command 'batches'.")
+
+
+def test_lines_to_copy_call_the_command_line_of_the_project(migrated: str, tmp_path: Path) -> None:
+    """`busload` alone would look elsewhere for the database. Explanations, errors, the doctor and the dashboard."""
+    with SyncCommandBus(migrated) as bus:
+        sent = bus.send("nobodys", "Wait")
+        line = "python manage.py busload"
+        explained = manage(migrated, "busload", "command", "explain", str(sent.command_id)).stdout
+        assert f"{line}_worker --domains nobodys" in explained
+        doctor = manage(migrated, "busload", "doctor")
+        assert f"\n      {line}_worker --domains nobodys\n" in doctor.stdout
+        refused = manage(migrated, "busload", "schedule", "show", "x")
+        assert f"`{line} schedule ls`" in refused.stderr
+        words = ["manage.py", "busload", "dashboard", "--port", "PORT"]
+        said = tmp_path / "said.txt"
+        with serving(words, migrated, said, cwd=PROJECT, environment={"PYTHONWARNINGS": "default"}) as site:
+            pages = [
+                site.get(path).text for path in ("/", f"/commands/nobodys/{sent.command_id}", "/workers", "/audit")
+            ]
+        told = [explained, doctor.stdout, refused.stderr, *pages]
+        assert all(line in one for one in told)
+        assert [re.findall(r"(?:[`>]|^ *)busload [a-z]+ .*", one, re.M) for one in told] == [[]] * len(told)
+        bus.cancel_command("nobodys", sent.command_id, reason="the test is over")
 
 
 def test_an_async_view_calls_the_bus_in_a_thread(told: dict[str, Any]) -> None:

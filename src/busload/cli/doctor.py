@@ -13,6 +13,7 @@ import click
 from busload.cli import BUS, options
 from busload.cli.answer import open_bus
 from busload.cli.output import echo_json, echo_styled, paragraph, shown
+from busload.commands.lines import BUSLOAD, called, line_as_called
 from busload.doctor.catalog import finding
 from busload.doctor.finding import Diagnosis, Finding, FindingCode, Severity
 from busload.errors import TransportMisconfiguredError
@@ -76,6 +77,8 @@ def _of_this_database(ctx: click.Context, found: Finding) -> Finding:
 def _line(ctx: click.Context, line: str) -> str:
     if not line.startswith("busload ") or " --dsn " in line:  # or a line that only another login can run
         return line
+    if called.get() != BUSLOAD:  # which knows the database
+        return line_as_called(line)
     application, dsn = ctx.meta.get(BUS), ctx.meta.get(DSN)
     if application is not None and "MODULE:BUS" in line:
         line = line.replace("MODULE:BUS", shlex.quote(application))
@@ -86,6 +89,8 @@ def _line(ctx: click.Context, line: str) -> str:
 
 def _about_lines(ctx: click.Context, told: Sequence[Finding]) -> str | None:
     """What people have to know about the database of the lines, beyond what the lines say."""
+    if called.get() != BUSLOAD:
+        return None
     if not any(OF_BUSLOAD.search(each.cure) or any(map(OF_BUSLOAD.match, each.run)) for each in told):
         return None
     dsn = ctx.meta.get(DSN)

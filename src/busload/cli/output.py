@@ -12,6 +12,8 @@ import click
 import msgspec
 from rich.cells import cell_len, chop_cells
 
+from busload.commands.lines import as_called
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -49,6 +51,7 @@ def facts(pairs: Sequence[tuple[str, Cell]]) -> None:
 
 def paragraph(text: str, *, first: str = "", then: str = "") -> None:
     """A text that is wrapped at a terminal. Its first line begins with `first`, each further line with `then`."""
+    text = as_called(text)
     for number, line in enumerate(wrapped(text, width() - max(cell_len(first), cell_len(then)))):
         click.echo(((then if number else first) + line).rstrip())
 

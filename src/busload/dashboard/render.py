@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from busload.bus import CommandBus
+from busload.commands.lines import as_called, line_as_called
 from busload.commands.payload import WIDEST, encode
 from busload.commands.wording import counted, span
 from busload.dashboard.access import Permission, Principal, Role
@@ -164,7 +165,7 @@ def live_key(*parts: str) -> str:
 
 def cli(*words: object) -> str:
     """A command line to copy."""
-    return shlex.join(["busload", *map(str, words)])
+    return line_as_called(shlex.join(["busload", *map(str, words)]))
 
 
 # -- static files ------------------------------------------------------------------------------------------------------
@@ -212,6 +213,7 @@ def _templates() -> jinja2.Environment:
         "short": short,
         "prose": prose,
     }
+    environment.globals["line_as_called"] = line_as_called
     return environment
 
 
@@ -245,7 +247,7 @@ def words(name: str) -> str:
 
 def prose(text: str) -> Markup:
     """A sentence in which what stands between backticks is code."""
-    parts = text.split("`")
+    parts = as_called(text).split("`")
     if len(parts) % 2 == 0:  # a backtick without its other half is a backtick
         return escape(text)
     code = [Markup("<code>{}</code>").format(part) if at % 2 else escape(part) for at, part in enumerate(parts)]

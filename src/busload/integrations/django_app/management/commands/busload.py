@@ -11,6 +11,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError
 
 from busload.cli import main
+from busload.commands.lines import as_called, called_as
 from busload.integrations.django_app.bus import dsn_of
 from busload.integrations.django_app.conf import configuration
 
@@ -33,10 +34,14 @@ class Command(BaseCommand):
             raise CommandError(str(error), returncode=2) from None
         if words in ([], ["help"]):
             words = ["--help"]
+        with called_as("python manage.py busload"):
+            self._run(dsn, words)
+
+    def _run(self, dsn: str, words: list[str]) -> None:
         try:
             with main.make_context("manage.py busload", ["--dsn", dsn, *words]) as ctx:
                 main.invoke(ctx)
         except click.ClickException as error:
-            raise CommandError(error.format_message(), returncode=error.exit_code) from None
+            raise CommandError(as_called(error.format_message()), returncode=error.exit_code) from None
         except click.exceptions.Exit as ended:
             sys.exit(ended.exit_code)
