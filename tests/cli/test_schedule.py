@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -55,6 +57,23 @@ def test_schedules_are_listed_and_shown_with_their_next_due_times(busload: Buslo
     assert " 02:00:00" in shown.output
     found = json.loads(busload("schedule", "show", "nightly", "--json").stdout)
     assert (found["when"], found["priority"], len(found["next_times"])) == ("0 2 * * *", 3, 5)
+
+
+def test_a_time_of_a_schedule_says_its_zone(
+    busload: Busload, declared: SyncCommandBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The zone of the machine, beside that of the rule; a program reads UTC."""
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        told = busload("schedule", "show", "nightly").output
+        found = json.loads(busload("schedule", "show", "nightly", "--json").stdout)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert re.search(r"^next +\S+ (09|10):00:00.000 JST$", told, re.M), told
+    assert re.search(r"^declared +\S+ \S+ JST$", told, re.M), told
+    assert re.search(r"T0[01]:00:00(Z|\+00:00)$", found["next_due_at"]), found
 
 
 def test_a_schedule_is_paused_resumed_and_triggered_by_somebody(

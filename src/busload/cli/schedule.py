@@ -29,8 +29,18 @@ def _paused(found: ScheduleMetadata) -> str | None:
 
 def _next(found: ScheduleMetadata) -> str | datetime:
     if found.overdue:
-        return f"overdue since {shown(found.next_due_at)}: no worker fires it"
+        return f"overdue since {_with_zone(found.next_due_at)}: no worker fires it"
     return found.next_due_at or "ended"
+
+
+def _with_zone(when: datetime | None) -> str | None:
+    """A time in the zone of this machine, with its name: the schedule's zone is beside it, and may be another one."""
+    return when and f"{shown(when)} {when.astimezone():%Z}"
+
+
+def _next_with_zone(found: ScheduleMetadata) -> str | None:
+    following = _next(found)
+    return _with_zone(following) if isinstance(following, datetime) else following
 
 
 def _sends(found: ScheduleMetadata) -> str:
@@ -52,7 +62,11 @@ SCHEDULE = View[ScheduleMetadata](
     "name domain sends data when zone=timezone starts=starts_at ends=ends_at next last=last_due_at paused catch_up"
     " missed_after expires_in priority max_attempts reply_to headers declared=declared_at",
     {
-        "next": _next,
+        "starts": lambda found: _with_zone(found.starts_at),
+        "ends": lambda found: _with_zone(found.ends_at),
+        "next": _next_with_zone,
+        "last": lambda found: _with_zone(found.last_due_at),
+        "declared": lambda found: _with_zone(found.declared_at),
         "sends": _sends,
         "paused": _paused,
         "catch up": _catch_up,
@@ -91,8 +105,11 @@ _name = click.argument("name", shell_complete=completes("schedule"))
 def ls(bus: SyncCommandBus, domain: str | None, limit: int) -> Answer:
     """List schedules: when each is due, in which time zone, and which are paused.
 
-    busload schedule ls
-    busload schedule ls --json | jq -r '.[] | select(.paused_at) | .name'
+    ZONE is that of the rule. NEXT and LAST are in the zone of this machine, like all times at the shell; with --json
+    in UTC.
+
+        busload schedule ls
+        busload schedule ls --json | jq -r '.[] | select(.paused_at) | .name'
     """
     return SCHEDULES.list(bus.schedules.list(domain, limit=limit))
 
