@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -213,8 +213,8 @@ class Database:
 
     def check_invariants(self) -> None:
         """Counters equal the facts, and every command is in exactly one place."""
-        for name, query in INVARIANTS.items():
-            assert not self.rows(query), name
+        offenders = self.rows(OFFENDERS)
+        assert not offenders, offenders
 
 
 def raising(error: BaseException) -> Callable[..., Awaitable[None]]:
@@ -431,3 +431,14 @@ INVARIANTS = {
                 WHERE c.domain = b.buffer AND c.command_id = b.group_id AND c.command_type = 'busload.Group'
                   AND c.status IN ('PENDING', 'SCHEDULED', 'IN_PROGRESS', 'IN_TROUBLESHOOTING_QUEUE'))""",
 }
+
+
+def offenders_of(invariants: Mapping[str, str]) -> str:
+    """One statement for all: each row names an invariant, and what offends it."""
+    return " UNION ALL ".join(
+        f"SELECT '{name.replace(chr(39), chr(39) * 2)}', q::text FROM ({query}) AS q"
+        for name, query in invariants.items()
+    )
+
+
+OFFENDERS = offenders_of(INVARIANTS)

@@ -14,7 +14,7 @@ from psycopg import errors as pg
 
 from tests.explorer.session import LATER, OPTIONS, SHORTLY, Session
 from tests.explorer.turns import LostError, Turn, Turns
-from tests.given import INVARIANTS
+from tests.given import INVARIANTS, offenders_of
 
 WITHIN = 30_000
 """Milliseconds after which a statement that waits for nobody must have ended."""
@@ -48,11 +48,7 @@ MORE_INVARIANTS = {
     "no more calls run than the limit allows": """
         SELECT limit_name FROM busload.permit GROUP BY limit_name, limit_subject HAVING count(*) > 1""",
 }
-CHECK = " UNION ALL ".join(
-    f"SELECT '{name.replace(chr(39), chr(39) * 2)}', q::text FROM ({query}) AS q"
-    for name, query in (INVARIANTS | MORE_INVARIANTS).items()
-)
-"""All invariants in one statement: each row is an offender."""
+CHECK = offenders_of(INVARIANTS | MORE_INVARIANTS)
 
 
 NEVER_WAITS = {"claim", "claim-delivered", "promote"}
