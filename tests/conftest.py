@@ -25,7 +25,7 @@ from tests.brokers.pgmq import pgmq_url
 from tests.brokers.redis import redis_url
 from tests.given import Database, Given
 from tests.order import dealt
-from tests.servers import is_leader, name_leader, rabbitmq_url, stop_servers
+from tests.servers import is_leader, leave_servers, name_leader, rabbitmq_url, stop_servers
 
 # How long an example takes is not a property's business: on a busy machine one may take seconds.
 hypothesis_settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -99,6 +99,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             session.config.stash[OUTSIDE] = outside
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         shutil.rmtree(folder, ignore_errors=True)
+    else:
+        leave_servers()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

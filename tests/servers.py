@@ -99,6 +99,16 @@ def is_leader() -> bool:
     return os.environ.get(LEADER) == str(os.getpid())
 
 
+def leave_servers() -> None:
+    """Called by each other process at its end: the keepers it has started go on, and are stopped by the leader.
+
+    Else Python warns, as it ends, of processes that still run.
+    """
+    for keeper in _keepers.values():
+        keeper.returncode = 0
+    _keepers.clear()
+
+
 def stop_servers(folder: Path) -> None:
     """Called by the leading process, when all others have ended."""
     homes = [file.parent for file in folder.glob("*/keeper")]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.isolation import PREFIX, keep_locked, remove_abandoned
-from tests.servers import LEADER, free_ports, is_leader, running, wait_for_port
+from tests.servers import LEADER, free_ports, is_leader, running, stop_servers, wait_for_port
 
 ROOT = Path(__file__).parent.parent
 LONGEST = 600.0
@@ -72,6 +72,46 @@ def test_a_run_reads_and_writes_nothing_of_its_users(tmp_path: Path) -> None:
     assert f"{len(A_BIT_OF_EVERYTHING)} passed" in ran.stdout
     assert not seen
     assert not list(temporary.iterdir())
+
+
+RECIPE = """
+from contextlib import contextmanager
+
+@contextmanager
+def run_nothing(home):
+    yield "nothing://"
+"""
+LEAVING = """
+import sys
+from pathlib import Path
+from tests import servers
+from nothing import run_nothing
+
+servers._start(Path(sys.argv[1]), run_nothing, leader=int(sys.argv[2]))
+if sys.argv[3] == "left":
+    servers.leave_servers()
+"""
+
+
+@pytest.mark.parametrize("end", ["left", "forgotten"])
+def test_a_process_that_leaves_its_servers_to_the_leader_ends_without_a_warning(tmp_path: Path, end: str) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (tmp_path / "nothing.py").write_text(RECIPE)
+    paths = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT), str(tmp_path)])
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-W", "error::ResourceWarning", "-c", LEAVING, str(home), str(os.getpid()), end],
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        stop_servers(tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ("is still running" in ran.stderr) is (end == "forgotten"), ran.stderr
 
 
 TELLTALES = """
