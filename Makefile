@@ -5,7 +5,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests, demo and measurements start hundreds of processes: without its cache, Python compiles busload anew in each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint style types examples package sync figures servers bench chaos explore mutants docs screenshots clean
+.PHONY: help setup demo test lint style types examples collect package sync figures servers bench chaos explore mutants docs screenshots clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -24,9 +24,10 @@ demo: setup  ## Run 10,000 commands as one batch on an embedded PostgreSQL
 	$(BIN)/busload demo
 
 # The checks run side by side, each with its output in one piece; if one fails, make stops before the tests.
-# Tests wait for servers and processes a part of their time: four processes keep two cores busy.
+# Tests wait for servers and processes a part of their time: four processes keep two cores busy. What each of them imports is
+# compiled before, once: they begin at the same moment, and each would compile all of it.
 test: setup  ## Lint, check types, run every test
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint servers package
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint collect package
 	$(BIN)/python -m pytest -n 4 --dist worksteal --durations 25
 
 lint: style types examples  ## ruff, mypy, and the examples as a user's project by mypy and pyright
@@ -40,6 +41,9 @@ types: setup
 
 examples: setup
 	$(BIN)/python scripts/check_examples.py
+
+collect: servers  ## Import every test
+	@collected=$$($(BIN)/python -m pytest --collect-only -qq 2>&1) || { echo "$$collected"; exit 1; }
 
 package: setup  ## Build sdist and wheel into dist/, and try the wheel in an empty environment; of other Pythons too: PYTHONS="..."
 	$(BIN)/python scripts/try_package.py $(PYTHONS)
