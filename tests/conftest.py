@@ -34,7 +34,8 @@ hypothesis_settings.load_profile("patient")
 OUTSIDE = pytest.StashKey[list[str]]()
 LONGEST = (
     *("chaos", "cluster", "browser", "explorer", "test_bench.py", "test_isolation.py", "test_screenshots.py"),
-    *("test_site.py", "test_dashboard.py", "test_demo.py", "test_interleavings.py", "test_model.py", "test_outbox.py"),
+    *("test_interleavings.py", "test_model.py", "test_examples.py", "test_buffers.py", "test_budget_gate.py"),
+    *("test_outage_log.py", "test_limiter.py", "test_demo.py"),
 )
 """Folders and files whose tests take longest."""
 THROWN_AWAY = {"fsync": "off", "full_page_writes": "off"}
