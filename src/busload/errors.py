@@ -164,7 +164,7 @@ class CommandNotFoundError(BusloadError):
     def __init__(self, domain: str, command_id: UUID) -> None:
         super().__init__(
             f"There is no command {command_id} in domain {domain!r}. Check the domain and the id, and that the "
-            "transaction which sends it is committed: waits see no other."
+            "transaction which sends it is committed."
         )
         self.domain, self.command_id = domain, command_id
 

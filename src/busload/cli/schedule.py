@@ -35,7 +35,7 @@ def _next(found: ScheduleMetadata) -> str | datetime:
 
 def _with_zone(when: datetime | None) -> str | None:
     """A time in the zone of this machine, with its name: the schedule's zone is beside it, and may be another one."""
-    return when and f"{shown(when)} {when.astimezone():%Z}"
+    return None if when is None else f"{shown(when)} {when.astimezone():%Z}"
 
 
 def _next_with_zone(found: ScheduleMetadata) -> str | None:
