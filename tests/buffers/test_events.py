@@ -1145,6 +1145,7 @@ def waiting(request: pytest.FixtureRequest, dsn: str, database: Database) -> Any
             for setting in ("plan_cache_mode = force_generic_plan", "jit = off", "enable_seqscan = off"):
                 conn.execute(f"SET {setting}".encode())
             at = perform(conn, find(settings))
+            pages(conn, next(buffer.Round(settings, at).plans()))  # the catalogues are in memory from now on
             look, claim, *_ = [pages(conn, plan) for plan in buffer.Round(settings, at).plans()]
         return look, claim
 
@@ -1152,9 +1153,12 @@ def waiting(request: pytest.FixtureRequest, dsn: str, database: Database) -> Any
 
 
 def test_a_claim_costs_the_same_however_many_wait(waiting: Any) -> None:
-    """Neither the look nor the claim counts the backlog; ten thousand against a hundred thousand"""
+    """Neither the look nor the claim counts the backlog; ten thousand against a hundred thousand
+
+    Each of the two descents of the look finds the index one level deeper.
+    """
     few, many = waiting(10_000), waiting(100_000)
-    assert many[0] <= 1.3 * few[0]
+    assert many[0] <= few[0] + 2
     assert many[1] <= 1.3 * few[1]
 
 
