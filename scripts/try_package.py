@@ -130,6 +130,7 @@ def write_bill(environment: Environment, folder: Path) -> None:
 
 def main(pythons: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="busload-package-") as folder:
+        Path(folder).chmod(0o755)  # root's server runs as another user, and would go to /var/lib/busload
         sdist, wheel = build(Path(folder) / "dist")
         print(f"{sdist.name} {sdist.stat().st_size // 1024} kB, {wheel.name} {wheel.stat().st_size // 1024} kB")
         shutil.copytree(sdist.parent, ROOT / "dist", dirs_exist_ok=True)
