@@ -27,6 +27,9 @@ USUAL = 100
 CALL = 0.001
 """Seconds that a handler waits for somebody, or works, where it does."""
 
+MOST_WORK = 5_000
+"""Commands whose handlers work: a worker does one after the other."""
+
 Prepare = Callable[[str, int], Coroutine[Any, Any, None]]
 Handler = Callable[[Command, HandlerContext], Coroutine[Any, Any, None]]
 Meters = Literal["sdk", "bulk"]
@@ -122,7 +125,8 @@ def _meter_provider(meters: Meters) -> MeterProvider:
 
 
 def _case(metric: str, title: str, prepare: Prepare = fill, **how: Any) -> Case:
-    return Case("busload", metric, title, partial(drain_traced, **how), prepare=prepare)
+    most = MOST_WORK if how.get("handler") is work else None
+    return Case("busload", metric, title, partial(drain_traced, **how), prepare=prepare, most=most)
 
 
 def _cases(prefix: str, title: str, handler: Handler) -> list[Case]:
