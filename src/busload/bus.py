@@ -184,6 +184,7 @@ class Bus(HandlerRegistration, HookDecorators, ScheduleDeclarations, ABC):
             self.declared_schedules = dict(self.declared_schedules)
             self.settings = replace(self.settings, transport_url=None, dispatch=None, queues={})
             self._set_transport(transport, None)
+            self._given_dsn = dsn
             self.database.move(dsn, self.settings)
             self._make_parts()
             yield self

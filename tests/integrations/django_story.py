@@ -41,7 +41,7 @@ from busload import (  # noqa: E402
     Stage,
     SyncHandlerContext,
 )
-from busload.errors import CommandNotFoundError, InvalidOperationError  # noqa: E402
+from busload.errors import CommandNotFoundError, DatabaseUnavailableError, InvalidOperationError  # noqa: E402
 from busload.integrations.django_app import DjangoCommandBus  # noqa: E402
 from busload.integrations.django_app.testing import delete_all_commands, run_commands  # noqa: E402
 from busload.postgres.schema.migrate import MIGRATIONS, script  # noqa: E402
@@ -449,6 +449,23 @@ def joining_with_a_broker() -> dict[str, Any]:
     return found
 
 
+NOWHERE = "host=127.0.0.1 port=1 dbname=elsewhere"
+
+
+def redirected() -> dict[str, Any]:
+    """As a test of the application redirects it. What it does there never reaches the database of DATABASES."""
+    found, before = dict[str, Any](), committed("SELECT count(*) FROM busload.command")
+    with bus.redirected(NOWHERE):
+        found["dsn"] = bus.dsn
+        try:
+            bus.send("shop", "Elsewhere")
+        except DatabaseUnavailableError as error:
+            found["sent"] = str(error)
+    found["back"] = NOWHERE not in bus.dsn and bus.list_batches("shop") is not None
+    found["written"] = committed("SELECT count(*) FROM busload.command") != before
+    return found
+
+
 TOLD = {
     "known": KNOWN,
     "schema": schema(),
@@ -461,6 +478,7 @@ TOLD = {
     "async": asyncio.run(from_a_view_that_is_async()),
     "joining": joining(),
     "joining with a broker": joining_with_a_broker(),
+    "redirected": redirected(),
 }
 delete_all_commands()
 bus.close()

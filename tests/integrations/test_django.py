@@ -60,6 +60,13 @@ def database(migrated: str) -> Iterator[Database]:
         yield database
 
 
+def test_a_test_redirects_the_bus_of_a_project(told: dict[str, Any]) -> None:
+    found = told["redirected"]
+    assert found["dsn"] == "host=127.0.0.1 port=1 dbname=elsewhere"
+    assert "port 1" in found["sent"]
+    assert (found["back"], found["written"]) == (True, False)
+
+
 def test_migrate_brings_the_schema_up_to_the_release_and_never_deletes_commands(told: dict[str, Any]) -> None:
     newest = f"{MIGRATIONS[-1].version:04}_{MIGRATIONS[-1].name}"
     found = told["schema"]

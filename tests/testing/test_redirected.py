@@ -6,6 +6,7 @@ import pytest
 
 from busload import CommandBus, SyncCommandBus
 from busload.errors import InvalidOperationError
+from busload.integrations.self_opening_bus import SelfOpeningBus
 from busload.testing import TestServer, assert_not_sent, assert_sent
 from busload.testing.application_bus import application_at, bus_of_test
 
@@ -27,6 +28,21 @@ def test_a_bus_goes_to_another_database_and_comes_back(dsn: str, server: TestSer
         assert (bus.dsn, bus.jobs, bus.handlers, bus.handlers.names) == (dsn, jobs, handlers, [])
         assert events.status().waiting == 0
         assert_not_sent(bus, "payments", "Debit")
+
+
+def test_a_bus_that_opens_itself_goes_to_another_database_and_comes_back(dsn: str, server: TestServer) -> None:
+    """It looks for its database whenever it opens, also in the block: a test must not write to that of the users."""
+    bus = SelfOpeningBus(dsn)
+    bus.send("payments", "Debit")  # as a module may do when it is imported
+    with server.database() as other, application_at(bus, other):
+        assert bus.send("payments", "Debit").created
+        assert bus.dsn == other
+        bus.close()
+        bus.send("payments", "Debit")
+        assert_sent(bus, "payments", "Debit", times=2)
+    assert_sent(bus, "payments", "Debit", times=1)
+    assert bus.dsn == dsn
+    bus.close()
 
 
 def test_an_open_bus_is_not_redirected(sync_bus: SyncCommandBus, dsn: str) -> None:

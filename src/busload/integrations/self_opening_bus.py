@@ -6,7 +6,8 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,6 +15,7 @@ from busload.settings import Settings
 from busload.sync.bus import SyncCommandBus
 from busload.sync.database import Database
 from busload.sync.outbox import SyncOutbox
+from busload.transports import Transport
 
 if TYPE_CHECKING:
     from busload.telemetry.opentelemetry import Telemetry
@@ -55,6 +57,16 @@ class SelfOpeningBus(SyncCommandBus):
             self._opened = False
             atexit.unregister(self.close)
             super().close()
+
+    @contextmanager
+    def redirected(self, dsn: str, *, transport: Transport | str | None = None) -> Iterator[Self]:
+        """Be a bus of the database at `dsn` while the block lasts, for tests. It is closed before and after that."""
+        self.close()
+        with super().redirected(dsn, transport=transport):
+            try:
+                yield self
+            finally:
+                self.close()
 
     def _open_once(self, *, anew: bool = False) -> None:
         if anew:

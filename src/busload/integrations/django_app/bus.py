@@ -54,10 +54,12 @@ class DjangoCommandBus(JoiningBus, SelfOpeningBus):
         return OpeningJoiningDatabase(self._find_dsn, self._opened_for, self.settings, self._open_once)
 
     def _find_dsn(self) -> str:
-        return dsn_of(alias_of_bus())
+        return self._given_dsn or dsn_of(alias_of_bus())  # it is given where a test has redirected the bus
 
     def _opened_for(self) -> object:
         """Django's test runner gives a database another name while it runs."""
+        if self._given_dsn:
+            return self._given_dsn
         alias = alias_of_bus()
         return alias, settings.DATABASES[alias]["NAME"]
 
