@@ -337,8 +337,9 @@ def _palette(picture: Image.Image) -> Image.Image:
 
     So grounds and texts do not change, and a small badge keeps its colour too.
     """
-    found = [colour for _, colour in sorted(picture.getcolors(picture.width * picture.height) or [], reverse=True)]
-    colours: list[Any] = found[: COLOURS // 2]
+    counted = sorted(picture.getcolors(picture.width * picture.height) or [], reverse=True)
+    found: list[Any] = [colour for _, colour in counted]
+    colours = found[: COLOURS // 2]
     if rest := found[COLOURS // 2 :]:
         others = Image.new("RGB", (len(rest), 1))
         others.putdata(rest)
