@@ -56,6 +56,10 @@ class Gatherer:
         """Commands that wait until their chunk is full."""
         return (one for gathered in self._open.values() for one in gathered.leased)
 
+    @property
+    def has_chunks_in_line(self) -> bool:
+        return any(self._in_line.values())
+
     def only_gathers(self, domain: str) -> bool:
         """Whether every handler of a domain is a bulk handler: a claim there cannot bring too many of other kinds."""
         handlers = self._handlers.of_domain(domain)

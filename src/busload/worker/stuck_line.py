@@ -42,8 +42,9 @@ class StuckLine:
         """Hand back what waits too long for a slot: the slots may be stuck. Return when to look again."""
         now = time.monotonic()
         late = now - self._quarter_lease
-        stuck = [one for one in self._line.items if isinstance(one, Gathered) and one.in_line_since < late]
-        if stuck:
+        if self._gatherer.has_chunks_in_line and (
+            stuck := [one for one in self._line.items if isinstance(one, Gathered) and one.in_line_since < late]
+        ):
             for gathered in stuck:
                 self._gatherer.stuck(gathered.lease.domain)
             self.take_out(stuck)
