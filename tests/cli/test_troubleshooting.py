@@ -8,12 +8,15 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Annotated
 from uuid import UUID, uuid4
 
+import msgspec
 import psycopg
 import pytest
 
 from busload import BatchStatus, Command, CommandStatus, HandlerContext, RetryPolicy
+from busload.commands.data_type import DataType
 from busload.dashboard import app
 from tests.cli.conftest import Busload, Spawn, Until
 from tests.dashboard.site import client
@@ -148,9 +151,14 @@ async def test_a_group_is_resolved_by_a_batch_of_its_own(
     capitals = cause.upper()
     said = busload("troubleshooting", verb, "--group", capitals, "--operator", "ada", *options).stdout
     batch_id = UUID(said.split()[1])
-    assert said == f"Batch {batch_id} will {verb} 2 commands in {DOMAIN}.\n"
+    first_line, how_to_look = said.splitlines()
+    assert first_line == f"Batch {batch_id} will {verb} 2 commands in {DOMAIN}."
+    look = f"busload command ls --batch {batch_id} --json"
+    assert f"`{look}`" in how_to_look
     await given.drained()
     assert (await given.batch_now(batch_id)).status == BatchStatus.COMPLETED
+    [part] = json.loads(busload(*shlex.split(look)[1:]).stdout)
+    assert part["result"] == {"moved": 2, "left": {}}
     for command_id in (first, second):
         assert await status_of(given, command_id) == status
         trail = await given.bus.get_audit_trail(DOMAIN, command_id)
@@ -200,9 +208,52 @@ async def test_wait_follows_the_batch_until_it_completes(busload: Busload, given
         cancel = ("troubleshooting", "cancel", "--group", cause, "--reason", "no", "--wait")
         result = await asyncio.to_thread(busload, *cancel)
     assert result.exit_code == 0
-    assert result.stdout.splitlines()[-1].startswith("1/1  completed 1")
-    assert result.stdout.splitlines()[-1].endswith("COMPLETED")
+    *_, progress, outcome = result.stdout.splitlines()
+    assert progress.startswith("1/1  completed 1")
+    assert progress.endswith("COMPLETED")
+    assert outcome == "3 of 3 commands canceled."
     assert await given.bus.troubleshooting.list(DOMAIN) == []
+
+
+async def test_wait_says_how_many_a_patch_has_not_moved_and_why(busload: Busload, given: Given) -> None:
+    """The shell knows no types of handlers, so only the worker sees that what the patch makes does not fit."""
+    _, command_ids = await given.in_troubleshooting(4)
+    small = Annotated[int, msgspec.Meta(le=0)]
+    given.bus.handlers.data_types[DOMAIN, "Refuse"] = DataType(dict[str, small])
+    retry = ("troubleshooting", "retry", "--group", await cause_of(given), "--wait", "--patch")
+    async with given.running():
+        result = await asyncio.to_thread(busload, *retry, '[{"op": "add", "path": "/paid", "value": 0}]')
+        assert result.exit_code == 1
+        *_, progress, outcome, reason = result.stdout.splitlines()
+        assert progress.startswith("1/1  completed 1")
+        assert outcome == "1 of 4 commands retried. 3 stay as they are, for example:"
+        command_id, why = reason.strip().split(": ", 1)
+        assert UUID(command_id) in command_ids
+        assert why.startswith("what the patch makes does not fit: INVALID_DATA at /data/")
+        assert why.endswith("Expected `int` <= 0")
+        nothing_fits = '[{"op": "replace", "path": "", "value": {"paid": "no"}}]'
+        result = await asyncio.to_thread(busload, *retry, nothing_fits, "--json")
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert (result.exit_code, told["moved"], told["unknown"]) == (1, 0, 0)
+    assert told["stay"] == json.loads(result.stdout.splitlines()[0])["count"]
+    [why] = told["reasons"].values()  # one is named for all that stay for the same reason
+    assert "Expected `int`, got `str`" in why
+    given.database.check_invariants()
+
+
+async def test_wait_says_that_nothing_is_known_of_what_was_given_up(
+    given: Given, spawn: Spawn, until: Until, tmp_path: Path
+) -> None:
+    await given.in_troubleshooting(3)
+    process = spawn("troubleshooting", "cancel", "--group", await cause_of(given), "--reason", "no", "--wait")
+    said = tmp_path / "said.txt"
+    await asyncio.to_thread(until, lambda: "0/1" in said.read_text())
+    await given.bus.cancel_batch(DOMAIN, UUID(said.read_text().split()[1]), reason="not now")
+    assert await asyncio.to_thread(process.wait, WITHIN) == 1
+    assert said.read_text().splitlines()[-2:] == [
+        "0 of 3 commands canceled.",
+        "Nothing is known of 3: the batch has no result about them.",
+    ]
 
 
 async def test_wait_says_once_why_nothing_moves(given: Given, spawn: Spawn, until: Until, tmp_path: Path) -> None:
@@ -216,7 +267,9 @@ async def test_wait_says_once_why_nothing_moves(given: Given, spawn: Spawn, unti
     await given.drained()
     assert await asyncio.to_thread(process.wait, WITHIN) == 0
     assert said.read_text().count("paused") == 1
-    assert said.read_text().splitlines()[-1].startswith("1/1  completed 1")
+    progress, outcome = said.read_text().splitlines()[-2:]
+    assert progress.startswith("1/1  completed 1")
+    assert outcome == "3 of 3 commands canceled."
 
 
 async def test_commands_are_held_in_one_order_whatever_the_order_of_their_ids(

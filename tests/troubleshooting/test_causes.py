@@ -739,7 +739,7 @@ class Price(msgspec.Struct):
 
 
 async def test_a_patch_makes_what_fits_the_handler_or_is_refused(
-    dsn: str, bus: CommandBus, given: Given, database: Database
+    dsn: str, bus: CommandBus, given: Given, database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a send is, by every bus that knows the handler; a worker that knows it moves nothing that does not fit."""
     fails(given)
@@ -766,9 +766,15 @@ async def test_a_patch_makes_what_fits_the_handler_or_is_refused(
         [result] = await results_of(bus, action.batch_id)
         assert result["moved"] == 0
         assert all("INVALID_DATA at /data/cents: does not fit Price" in why for why in result["left"].values())
+        [warning] = [one.message for one in caplog.records if "patch" in one.message]
+        assert warning.startswith("A retry with a patch left 2 of 2 commands in domain payments where they were. ")
+        assert "does not fit Price: Expected `int`, got `str`" in warning
+        assert "free" not in warning
 
+        caplog.clear()
         await knows.troubleshooting.retry_group(DOMAIN, a, patch=[{"op": "add", "path": "/cents", "value": 4}])
         await Worker(knows).drain()
+    assert "patch" not in caplog.text
     assert await bus.troubleshooting.count(DOMAIN) == 0
 
 

@@ -124,7 +124,8 @@ def watch(bus: SyncCommandBus, domain: str, batch_id: UUID, *, as_json: bool) ->
         busload batch watch 0198c5d2-7f3a && echo all completed
         busload batch watch 0198c5d2-7f3a --json | jq .completed_count
     """
-    follow(bus, domain, batch_id, as_json, explain=True)
+    if not follow(bus, domain, batch_id, as_json, explain=True):
+        raise click.exceptions.Exit(1)
 
 
 @batch.command()
@@ -324,8 +325,8 @@ def dispatch(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Answer:
     )
 
 
-def follow(bus: SyncCommandBus, domain: str, batch_id: UUID, as_json: bool, *, explain: bool = False) -> None:
-    """Show how far a batch comes until it completes; the exit code says whether all of it did."""
+def follow(bus: SyncCommandBus, domain: str, batch_id: UUID, as_json: bool, *, explain: bool = False) -> bool:
+    """Show how far a batch comes until it completes, and return whether all of it did."""
     seen = _watched(bus, domain, batch_id) if explain else bus.watch_batch(domain, batch_id)
     if as_json:
         for found in seen:
@@ -334,8 +335,7 @@ def follow(bus: SyncCommandBus, domain: str, batch_id: UUID, as_json: bool, *, e
         with progress() as show:
             for found in seen:
                 show(found)
-    if found.status != BatchStatus.COMPLETED:
-        raise click.exceptions.Exit(1)
+    return found.status == BatchStatus.COMPLETED
 
 
 def _watched(bus: SyncCommandBus, domain: str, batch_id: UUID) -> Iterator[BatchMetadata]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 from uuid import UUID
@@ -25,7 +25,7 @@ from busload.commands.search import IdRange
 from busload.commands.wording import counted
 from busload.errors import InvalidOperationError
 from busload.sync.bus import SyncCommandBus
-from busload.troubleshooting import causes
+from busload.troubleshooting import causes, decisions
 from busload.troubleshooting.causes import CauseGroup, GroupAction, Reason
 
 Verb = Literal["retry", "complete", "cancel"]
@@ -136,7 +136,9 @@ def decision(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         options.domain,
         options.operator,
-        click.option("--wait", is_flag=True, help="With --group: follow the batch until it completes."),
+        click.option(
+            "--wait", is_flag=True, help="With --group: follow the batch until it completes; exit code 1 if any stay."
+        ),
         options.dry_run,
         click.option("--rate", type=float, metavar="N", help="With --group: at most this many commands a second."),
         click.option("--type", "command_type", help="With --group: only commands of this type."),
@@ -231,10 +233,41 @@ def _decide(
     domain = domain or _domain_of_group(bus, group.lower())
     act = getattr(bus.troubleshooting, f"{verb}_group")
     action: GroupAction = act(domain, group.lower(), operator=operator, **of_group, **how)
-    show = partial(_print_action, verb, domain, action, dry_run=of_group["dry_run"])
+    show = partial(_print_action, verb, domain, action, dry_run=of_group["dry_run"], wait=wait)
     Answer({"domain": domain, **asdict(action)}, show).print(as_json)
     if wait and not of_group["dry_run"] and action.batch_id is not None:
-        follow(bus, domain, action.batch_id, as_json, explain=True)
+        completed = follow(bus, domain, action.batch_id, as_json, explain=True)
+        outcome = _outcome(bus, domain, action.batch_id, action.count)
+        Answer(asdict(outcome), partial(_print_outcome, verb, outcome)).print(as_json)
+        if not completed or outcome.moved < action.count:
+            raise click.exceptions.Exit(1)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How many commands a decision about a group has moved, how many stay, and the first of each of a few reasons.
+
+    Of the `unknown`, no command of the batch has told anything: it did not complete, or its result was not kept.
+    """
+
+    moved: int = 0
+    stay: int = 0
+    unknown: int = 0
+    reasons: dict[UUID, str] = field(default_factory=dict)
+
+
+def _outcome(bus: SyncCommandBus, domain: str, batch_id: UUID, count: int) -> Outcome:
+    outcome, last = Outcome(), None
+    while parts := bus.list_batch_commands(domain, batch_id, limit=100, after=last):
+        last = parts[-1]
+        for told in filter(None, (decisions.read_summary(part.result) for part in parts)):
+            outcome.moved += told.moved
+            outcome.stay += len(told.left) + told.others
+            for command_id, why in told.left.items():
+                if len(outcome.reasons) < causes.FEW and why not in outcome.reasons.values():
+                    outcome.reasons[command_id] = why
+    outcome.unknown = max(count - outcome.moved - outcome.stay, 0)
+    return outcome
 
 
 def _would_resolve(bus: SyncCommandBus, verb: Verb, places: Sequence[tuple[str, UUID]]) -> Answer:
@@ -311,7 +344,7 @@ def _print_groups(found: Sequence[tuple[str, CauseGroup]]) -> None:
     table(columns, rows, nothing="Nothing waits for a person.", elastic="ERROR")
 
 
-def _print_action(verb: Verb, domain: str, action: GroupAction, *, dry_run: bool) -> None:
+def _print_action(verb: Verb, domain: str, action: GroupAction, *, dry_run: bool, wait: bool) -> None:
     commands = counted(action.count, "command")
     if action.count == 0:
         paragraph(f"Nothing waits for the cause {action.fingerprint} in {domain} any more.")
@@ -321,5 +354,23 @@ def _print_action(verb: Verb, domain: str, action: GroupAction, *, dry_run: bool
         table(("COMMAND", "DATA", "PATCHED"), rows, nothing="", elastic="DATA")
     else:
         paragraph(f"Batch {action.batch_id} will {verb} {commands} in {domain}.")
+        if not wait:
+            look = f"`busload command ls --batch {action.batch_id} --json`"
+            paragraph(
+                f"The results in {look} say how many have moved, and which stay and why; `--wait` tells it at once."
+            )
     if action.held:
         paragraph(_in_held_batches(action.held, action.held_batches))
+
+
+def _print_outcome(verb: Verb, outcome: Outcome) -> None:
+    count = outcome.moved + outcome.stay + outcome.unknown
+    said = f"{outcome.moved:,} of {counted(count, 'command')} {DONE[verb]}."
+    if outcome.stay:
+        said += f" {outcome.stay:,} {'stays as it is' if outcome.stay == 1 else 'stay as they are'}, for example:"
+    paragraph(said)
+    for command_id, why in outcome.reasons.items():
+        paragraph(f"{command_id}: {why}", first="  ", then="    ")
+    if outcome.unknown:
+        them = "it" if outcome.unknown == 1 else "them"
+        paragraph(f"Nothing is known of {outcome.unknown:,}: the batch has no result about {them}.")

@@ -6,6 +6,7 @@ its commands carries out a part, and every worker has the handler for them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime, timedelta
@@ -23,6 +24,7 @@ from busload.commands.ids import ascending_numbers, lease_id_of
 from busload.commands.parts import cut, find_failing
 from busload.commands.payload import WIDEST, PayloadRefusedError, encode
 from busload.commands.retry import RetryPolicy
+from busload.commands.wording import counted
 from busload.errors import CommandNotFoundError, InvalidOperationError, PermanentCommandError, SupersededError
 from busload.postgres.callers_connection import perform_any
 from busload.postgres.connection import AsyncConnection, is_away
@@ -32,6 +34,7 @@ from busload.settings import InputLimits, PayloadLimits
 from busload.troubleshooting.patch import Patch
 
 SQL = statements(__name__)
+log = logging.getLogger("busload")
 
 Action = Literal["retry", "complete", "cancel"]
 
@@ -46,7 +49,7 @@ PART = 500
 PART_BYTES = 4 * 1024 * 1024
 """What one part may write, so that large data do not make that seconds, or fill the memory of a worker."""
 
-MOST_TOLD, REASON_LENGTH = 100, 100
+MOST_TOLD, REASON_LENGTH = 100, 200
 """Of how many commands the result of a part says why they have not moved, and in how many characters."""
 
 PRIORITY = 100
@@ -72,6 +75,14 @@ class Part(msgspec.Struct, frozen=True):
     decision: Decision
     until: datetime
     command_ids: list[UUID]
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The result of a part: how many it moved, why some did not move, and how many `others` did not."""
+
+    moved: int
+    left: dict[UUID, str]
+    others: int = 0
 
 
 class Context(Protocol):
@@ -100,6 +111,17 @@ async def carry_out(command: Command, ctx: Context) -> dict[str, Any] | None:
         about: dict[str, Any] = {"decision_batch": command.batch_id, "lease_id": lease_id}
         plan = move_part(command.domain, part, limits=limits, types=ctx.bus.data_types, **about)
         moved, left = await perform_any(conn, plan)
+    if left and part.decision.patch is not None:
+        log.warning(
+            "A retry with a patch left %s of %s in domain %s where they were. The first: %s. The result of %s %s "
+            "names the others.",
+            f"{len(left):,}",
+            counted(len(part.command_ids), "command"),
+            command.domain,
+            next(iter(left.values()))[:REASON_LENGTH],
+            DECISION,
+            command.command_id,
+        )
     return summary(moved, left, limits)
 
 
@@ -182,6 +204,14 @@ def summary(moved: int, left: Mapping[UUID, str], limits: PayloadLimits) -> dict
             if told == 0:
                 return None
             told //= 2
+
+
+def read_summary(result: Any) -> Summary | None:
+    """Return what a part has told; None if it has told nothing, or a person completed it with another result."""
+    try:
+        return msgspec.convert(result, Summary)
+    except msgspec.ValidationError:
+        return None
 
 
 def move_part(
