@@ -512,6 +512,40 @@ async def test_a_patch_is_shown_before_it_is_confirmed(site: httpx.AsyncClient, 
     assert (noted["before"]["code"], noted["after"]["code"]) == ("CLOSED", None)
 
 
+@pytest.mark.usefixtures("small_portions")
+@pytest.mark.parametrize(("action", "patch"), [("retry", {}), ("patch", {"mode": "patch", "patch": ADD})])
+async def test_a_retry_says_what_of_it_waits_for_a_batch_that_is_held(
+    site: httpx.AsyncClient, story: Story, action: str, patch: dict[str, str]
+) -> None:
+    held = await story.failed("CLOSED", 4)
+    free = await story.failed("CLOSED", 2)
+    path = await story.path("CLOSED")
+    assert "held" not in (await seen(site, f"{path}/preview?action={action}")).words
+    assert await story.bus.hold_batch(DOMAIN, held, reason="the bank is down")
+    page = await seen(site, f"{path}/preview?action={action}")
+    assert "4 commands belong to a batch that is held: they wait until somebody resumes it." in page.words
+    assert "CLOSED batch 4 is held, waits until it is resumed CLOSED batch 2 goes on" in page.words
+    for other in ("complete", "cancel"):  # these end at once, held or not
+        assert "is held" not in (await seen(site, f"{path}/preview?action={other}")).words
+    told = await posted(site, f"{path}/decide?action={action}", **form_of(page), **patch)
+    while (fields := continued(told)) is not None:
+        told = await posted(site, f"{path}/decide?action={action}", **fields)
+    assert "6 retried. 4 of them wait until somebody resumes their batch, which is held." in told.words
+    await story.given.drained()
+    assert await story.statuses(held) == {"SCHEDULED"}
+    assert not await story.statuses(free) & {"SCHEDULED", "PENDING"}
+
+
+async def test_a_cancellation_says_nothing_of_a_batch_that_is_held(site: httpx.AsyncClient, story: Story) -> None:
+    held = await story.failed("CLOSED", 2)
+    assert await story.bus.hold_batch(DOMAIN, held, reason="the bank is down")
+    path = await story.path("CLOSED")
+    form = await previewed(site, path, "cancel")
+    told = await posted(site, f"{path}/decide?action=cancel", **form, reason="not owed")
+    assert "2 canceled." in told.words and "held" not in told.words
+    assert await story.statuses(held) == {"CANCELED"}
+
+
 async def test_a_patch_that_makes_what_the_handler_does_not_take_moves_nothing(
     site: httpx.AsyncClient, story: Story
 ) -> None:

@@ -144,12 +144,16 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class AffectedBatch:
-    """A batch of which a decision touches so many commands. If nothing else of it is open, it is `completing`."""
+    """A batch of which a decision touches so many commands. If nothing else of it is open, it is `completing`.
+
+    If it is `held`, what is retried waits until somebody resumes it.
+    """
 
     batch_id: UUID
     name: str | None
     count: int
     completing: bool
+    held: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,9 @@ class Preview:
     """How many are in no batch."""
     batches: int
     completing: int
+    held_batches: int
+    held: int
+    """How many belong to batches that are held."""
     largest: tuple[AffectedBatch, ...]
 
 
@@ -196,6 +203,8 @@ class Portion:
     """Why some were not moved; the first hundred of them."""
     others: int
     """How many more were not moved."""
+    held: int
+    """How many of those that were moved belong to batches that are held."""
     after: int | None
 
 
@@ -273,7 +282,7 @@ def _preview(selection: Selection, action: Action, seen: Bound | None) -> Plan[P
         last=None if seen is None else seen.last,
     )
     count, kept, oldest, newest, last, digest, within, seen_digest, types, reasons, *of_batches = row
-    alone, batches, completing, largest = of_batches
+    alone, batches, completing, held_batches, held, largest = of_batches
     return Preview(
         count,
         kept,
@@ -287,7 +296,9 @@ def _preview(selection: Selection, action: Action, seen: Bound | None) -> Plan[P
         alone,
         batches,
         0 if action == "retry" else completing,
-        tuple(AffectedBatch(UUID(id), name, number, ends) for id, name, number, ends in decode(largest)),
+        held_batches,
+        held,
+        tuple(AffectedBatch(UUID(id), *of_batch) for id, *of_batch in decode(largest)),
     )
 
 
@@ -373,20 +384,23 @@ def _carry_out(order: Order, limits: PayloadLimits, types: DataTypes, after: int
         after=after,
         limit=most,
     )
-    taken, size = list[tuple[int, UUID]](), 0
-    for command, command_id, bytes in rows:
+    taken, size, in_held = list[tuple[int, UUID]](), 0, set[UUID]()
+    for command, command_id, bytes, held in rows:
         size += bytes or 0
         if taken and size > PART_BYTES:
             break
         taken.append((command, command_id))
+        if held:
+            in_held.add(command_id)
     if not taken:
-        return Portion(0, 0, {}, 0, None)
+        return Portion(0, 0, {}, 0, 0, None)
     ids = [command_id for _, command_id in taken]
     picked = yield from decisions.pick(selection.domain, ids, decision, until=order.seen.until)
     moved, kept = yield from decisions.move(selection.domain, decision, picked, limits, types)
     told = dict(list(kept.items())[:MOST_KEPT])
     more = len(taken) < len(rows) or len(rows) == most
-    return Portion(len(taken), moved, told, len(kept) - len(told), taken[-1][0] if more else None)
+    held = len(in_held.intersection(command_id for _, command_id, *_ in picked).difference(kept))
+    return Portion(len(taken), moved, told, len(kept) - len(told), held, taken[-1][0] if more else None)
 
 
 # -- patches before they are confirmed ---------------------------------------------------------------------------------

@@ -103,11 +103,11 @@ WITH kind AS MATERIALIZED (
            (sum(k.count) OVER of_batch)::bigint AS together,
            b.sealed_at IS NOT NULL AND b.completed_at IS NULL
            AND b.total_count - b.completed_count - b.failed_count - b.canceled_count
-               = (sum(k.count) OVER of_batch)::bigint AS completing
+               = (sum(k.count) OVER of_batch)::bigint AS completing, b.held_at IS NOT NULL AS held
       FROM kind AS k LEFT JOIN busload.batch AS b ON b.batch_id = k.batch_id
     WINDOW of_batch AS (PARTITION BY k.batch_id)
 ), batch AS MATERIALIZED (
-    SELECT batch_id, name, together AS count, completing FROM placed WHERE is_batch AND NOT kept
+    SELECT batch_id, name, together AS count, completing, held FROM placed WHERE is_batch AND NOT kept
 )
 SELECT coalesce(sum(count), 0)::bigint,
        (SELECT coalesce(sum(count), 0)::bigint FROM placed WHERE kept),
@@ -117,14 +117,18 @@ SELECT coalesce(sum(count), 0)::bigint,
        coalesce(sum(count) FILTER (WHERE batch_id IS NULL), 0)::bigint,
        (SELECT count(*) FROM batch),
        (SELECT count(*) FROM batch WHERE completing),
-       (SELECT coalesce(json_agg(json_build_array(batch_id, name, count, completing)), '[]')::text
+       (SELECT count(*) FROM batch WHERE held),
+       (SELECT coalesce(sum(count), 0)::bigint FROM batch WHERE held),
+       (SELECT coalesce(json_agg(json_build_array(batch_id, name, count, completing, held)), '[]')::text
           FROM (SELECT * FROM batch ORDER BY count DESC, batch_id LIMIT 5) AS largest)
   FROM placed
  WHERE NOT kept;
 
 -- name: portion
--- The next commands of what was seen, with the bytes of their data if the decision patches it.
-SELECT t.command, c.command_id, c.bytes
+-- The next commands of what was seen, with the bytes of their data if the decision patches it, and whether
+-- their batch is held.
+SELECT t.command, c.command_id, c.bytes,
+       EXISTS (SELECT FROM busload.batch AS b WHERE b.batch_id = t.batch_id AND b.held_at IS NOT NULL)
   FROM busload.troubleshooting AS t
  CROSS JOIN LATERAL (
     SELECT command_id, CASE WHEN %(with_data)s::boolean THEN octet_length(c.data::text) END AS bytes

@@ -302,6 +302,8 @@ class Progress:
     passed: int = 0
     moved: int = 0
     kept: int = 0
+    held: int = 0
+    """How many of those that were moved belong to batches that are held."""
     why: str | None = None
     """Why the first one that was kept was kept."""
     after: int | None = -1
@@ -363,6 +365,7 @@ async def _portion(request: Request, order: Order, state: Progress) -> Progress:
         passed=state.passed + portion.passed,
         moved=state.moved + portion.moved,
         kept=state.kept + kept,
+        held=state.held + portion.held,
         why=state.why or next(iter(portion.kept.values()), None),
         after=portion.after,
     )
@@ -394,10 +397,10 @@ def _progress(fields: Mapping[str, str]) -> Progress:
         seen = Bound(
             int(fields["count"]), datetime.fromisoformat(fields["until"]), int(fields["last"]), int(fields["digest"])
         )
-        passed, moved, kept = (int(fields.get(name) or 0) for name in ("passed", "moved", "kept"))
+        passed, moved, kept, held = (int(fields.get(name) or 0) for name in ("passed", "moved", "kept", "held"))
         after = int(fields.get("after") or -1)
         huge = max(map(abs, (seen.last, seen.digest, after))) >= 2**63
-        if huge or seen.until.tzinfo is None or min(seen.count, passed, moved, kept) < 0:
+        if huge or seen.until.tzinfo is None or min(seen.count, passed, moved, kept, held) < 0:
             raise ValueError
     except (KeyError, ValueError):
         raise Problem(
@@ -406,7 +409,7 @@ def _progress(fields: Mapping[str, str]) -> Progress:
             "The form names no preview that was seen, so nothing was done.",
             "Go back to the cause, and preview what is to be done.",
         ) from None
-    return Progress(seen, passed, moved, kept, fields.get("why") or None, after)
+    return Progress(seen, passed, moved, kept, held, fields.get("why") or None, after)
 
 
 def _told(
@@ -420,7 +423,8 @@ def _told(
 ) -> Response:
     """How far it is. While there is more to do, the page sends the next request by itself."""
     bound = {"count": state.seen.count, "until": state.seen.until.isoformat(), "last": state.seen.last}
-    so_far = {"passed": state.passed, "moved": state.moved, "kept": state.kept, "why": state.why, "after": state.after}
+    so_far: dict[str, Any] = {"passed": state.passed, "moved": state.moved, "kept": state.kept, "held": state.held}
+    so_far |= {"why": state.why, "after": state.after}
     how: dict[str, Any] = {name: fields[name] for name in ("result", "reason") if fields.get(name)}
     if order.decision.patch is not None:  # the example may be gone by now, so edited data goes on as a patch
         how |= {"mode": "patch", "patch": encode(order.decision.patch, WIDEST)}
@@ -429,6 +433,7 @@ def _told(
         "deciding.html",
         title=f"{DONE[ACTIONS[verb]].capitalize()} {counted(state.moved, 'command')}",
         verb=verb,
+        action=ACTIONS[verb],
         done=DONE[ACTIONS[verb]],
         chosen=chosen,
         names=names_of(chosen),
