@@ -21,6 +21,16 @@ from tests.given import Database, until
 from tests.integrations.servers import ROOT, running, serving
 
 PROJECT = ROOT / "examples/django_shop"
+BILLING = """
+from busload import SyncHandlerContext
+from busload.integrations.django_app import DjangoCommandBus
+
+bus = DjangoCommandBus()
+
+
+@bus.handler("billing", "Bill")
+def bill(ctx: SyncHandlerContext, customer: int) -> None: ...
+"""
 
 
 def manage(dsn: str, *words: str, script: str = "manage.py") -> subprocess.CompletedProcess[str]:
@@ -157,6 +167,21 @@ def test_the_command_line_works_on_the_database_of_the_project(told: dict[str, A
     assert found["worker"] == "2 Run the worker of a Django project by `manage.py busload_worker`."
     assert found["unknown"].startswith("1 There is no command that begins with 0000")
     assert found["usage"].startswith("2 No such command 'batches'.")
+
+
+def test_the_command_line_checks_data_by_the_handlers_of_the_project(
+    migrated: str, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "billing_handlers.py").write_text(BILLING)
+    (tmp_path / "billing.py").write_text("from settings import *\nBUSLOAD = {'BUS': 'billing_handlers:bus'}\n")
+    monkeypatch.setenv("DJANGO_SETTINGS_MODULE", "billing")
+    words = ["busload", "--pythonpath", str(tmp_path), "send", "billing", "Bill", "--data"]
+    refused = manage(migrated, *words, '{"customer":"x"}')
+    assert (refused.returncode, "INVALID_DATA at /data/customer" in refused.stderr) == (2, True), refused
+    assert database.value("SELECT count(*) FROM busload.command WHERE domain = 'billing'") == 0
+    sent = manage(migrated, *words, '{"customer":1}')
+    assert sent.returncode == 0, sent.stderr
+    database.rows("DELETE FROM busload.command WHERE domain = 'billing'")
 
 
 def test_lines_to_copy_call_the_command_line_of_the_project(migrated: str, tmp_path: Path) -> None:

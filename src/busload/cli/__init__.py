@@ -57,6 +57,9 @@ MODULES = {"import": "import_tasks"}
 BUS, WAIT, DEBUG = "busload.bus", "busload.wait", "busload.debug"
 """Where the context keeps what was given for the options that every command takes."""
 
+TYPES = "busload.types"
+"""Where it keeps the data types of the bus that the caller has, such as that of a Django project."""
+
 
 class _Nouns(click.Group):
     """Imports a noun when it is asked for, and turns every error into one line."""

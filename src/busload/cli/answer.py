@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import click
 
-from busload.cli import BUS, WAIT, options
+from busload.cli import BUS, TYPES, WAIT, options
 from busload.cli.find import find_one, note_unknown_domain
 from busload.cli.output import echo_json, paragraph
 from busload.commands.data_type import DataTypes
@@ -132,7 +132,7 @@ def open_bus(*, transport: bool = False, check: bool = True, **changed: Any) -> 
     """
     settings = replace(Settings(), **changed) if transport else replace(Settings(), transport_url=None, **changed)
     application = click.get_current_context().meta.get(BUS)
-    types: DataTypes = {}
+    types: DataTypes = click.get_current_context().meta.get(TYPES, {})
     if application is not None:
         settings, dsn, types = of_application(application, transport=transport, **changed)
     else:

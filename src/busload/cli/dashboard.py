@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import click
 
 from busload.bus import CommandBus
-from busload.cli import BUS, WrongInputError, options
+from busload.cli import BUS, TYPES, WrongInputError, options
 from busload.cli.answer import Answer, of_application
 from busload.cli.with_verbs import WithVerbs
 from busload.commands.data_type import DataTypes
@@ -111,7 +111,7 @@ def dashboard(
     application = application or click.get_current_context().meta.get(BUS)
     settings = replace(Settings(), transport_url=None, pool_timeout=PATIENCE)
     dsn: str | dict[str, str] | None = settings.database_url
-    types: DataTypes = {}
+    types: DataTypes = click.get_current_context().meta.get(TYPES, {})
     if application is not None:
         settings, dsn, types = of_application(application, pool_timeout=PATIENCE)
     bus = CommandBus(dsn, settings=settings)

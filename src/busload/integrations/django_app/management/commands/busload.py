@@ -10,10 +10,11 @@ import click
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError
 
-from busload.cli import main
+from busload.cli import TYPES, main
+from busload.commands.data_type import DataTypes
 from busload.commands.lines import as_called, called_as
 from busload.integrations.django_app.bus import dsn_of
-from busload.integrations.django_app.conf import configuration
+from busload.integrations.django_app.conf import configuration, load_bus
 
 
 class Command(BaseCommand):
@@ -29,17 +30,20 @@ class Command(BaseCommand):
         if words[:1] == ["worker"] and not {"ls", "stop"} & set(words[1:2]):
             raise CommandError("Run the worker of a Django project by `manage.py busload_worker`.", returncode=2)
         try:
-            dsn = dsn_of(configuration().database)
+            found = configuration()
+            dsn = dsn_of(found.database)
+            types: DataTypes = {} if found.bus is None else load_bus().data_types
         except ImproperlyConfigured as error:
             raise CommandError(str(error), returncode=2) from None
         if words in ([], ["help"]):
             words = ["--help"]
         with called_as("python manage.py busload"):
-            self._run(dsn, words)
+            self._run(dsn, types, words)
 
-    def _run(self, dsn: str, words: list[str]) -> None:
+    def _run(self, dsn: str, types: DataTypes, words: list[str]) -> None:
         try:
             with main.make_context("manage.py busload", ["--dsn", dsn, *words]) as ctx:
+                ctx.meta[TYPES] = types
                 main.invoke(ctx)
         except click.ClickException as error:
             raise CommandError(as_called(error.format_message()), returncode=error.exit_code) from None
