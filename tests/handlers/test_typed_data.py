@@ -477,6 +477,45 @@ def test_an_annotation_that_cannot_be_used_is_refused() -> None:
     assert handlers.find("payments", "A") is None
 
 
+@pytest.mark.parametrize("name", ["ctx", "context"])
+@pytest.mark.parametrize(
+    "annotation", [Line, Report, TypedDictOrder, PydanticOrder, Command, Command[Line], "somewhere.Command", "Line"]
+)
+def test_a_context_without_annotation_before_the_command_is_refused(name: str, annotation: Any) -> None:
+    """It would be given the command, and each attempt would fail."""
+
+    async def swapped(ctx, data): ...  # type: ignore[no-untyped-def]
+
+    async def swapped_too(context, data): ...  # type: ignore[no-untyped-def]
+
+    function = swapped if name == "ctx" else swapped_too
+    function.__annotations__["data"] = annotation
+    handlers = Handlers()
+    said = (
+        rf"has '{name}' before 'data'. The command \(or its data\) comes first and the context second: \(data, {name}\)"
+    )
+    with pytest.raises(ValueError, match=said):
+        handlers.register("payments", "A")(function)
+    assert handlers.find("payments", "A") is None
+
+
+def test_a_name_alone_does_not_make_a_context() -> None:
+    handlers = Handlers()
+
+    async def bare(ctx, data): ...  # type: ignore[no-untyped-def]
+
+    async def context_second(context, ctx: HandlerContext): ...  # type: ignore[no-untyped-def]
+
+    async def for_checkers(context, ctx: Status): ...  # type: ignore[no-untyped-def]
+
+    async def keyword(ctx, other=None, *, data: Line | None = None): ...  # type: ignore[no-untyped-def]
+
+    for function in (bare, context_second, for_checkers, keyword):
+        handlers.register("payments", function.__name__)(function)
+        found = handlers.find("payments", function.__name__)
+        assert found is not None and found.function is function
+
+
 def test_pydantic_tells_models_apart_that_msgspec_could_not() -> None:
     handlers = Handlers()
 

@@ -83,7 +83,7 @@ class FieldsType(DataType):
         except ImportError:
             from typing import TypedDict as make
         name = f"the parameters of {function}"
-        if len(fields) == 1 and any(map(_has_fields, (t for t, _ in fields.values()))):
+        if len(fields) == 1 and any(map(has_fields, (t for t, _ in fields.values()))):
             name += ", of which each is a field of the data: its context comes first. With the data first, it gets all"
         super().__init__(make(name, {one: t if needed else NotRequired[t] for one, (t, needed) in fields.items()}))
 
@@ -148,7 +148,8 @@ def _is_class_of_fields(kind: type) -> bool:
     )
 
 
-def _has_fields(annotation: Any) -> bool:
+def has_fields(annotation: Any) -> bool:
+    """Whether an annotation is a class of fields, as a type of data often is."""
     return isinstance(annotation, type) and (is_typeddict(annotation) or _is_class_of_fields(annotation))
 
 

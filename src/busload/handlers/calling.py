@@ -15,7 +15,7 @@ import msgspec
 
 from busload.commands.bulk_items import Chunk, Group
 from busload.commands.command import Command
-from busload.commands.data_type import DataInvalidError, DataType, FieldsType
+from busload.commands.data_type import DataInvalidError, DataType, FieldsType, has_fields
 from busload.errors import SnoozeError
 
 
@@ -59,6 +59,7 @@ def form_of(function: Callable[..., Any], first: str) -> Form:
     parameters = _parameters(function)
     if not parameters or first not in ("command", "chunk"):
         return Form(function)
+    _refuse_context_first(function, parameters, first)
     annotation = _resolved(function, parameters[0])
     if first == "chunk":
         data = _argument(annotation, Chunk)
@@ -73,6 +74,31 @@ def form_of(function: Callable[..., Any], first: str) -> Form:
         return Form(_with_typed_command(function, data_type), data_type)
     data_type = _data_type(function, parameters[0], annotation)
     return Form(_with_data(function, data_type), data_type)
+
+
+def _refuse_context_first(function: Callable[..., Any], parameters: list[Parameter], first: str) -> None:
+    """Refuse a first parameter that is named as the context, without an annotation: it would be given the command."""
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 2:
+        return
+    context, other = positional[:2]
+    if context.name not in ("ctx", "context") or context.annotation is not Parameter.empty:
+        return
+    try:
+        annotation = _resolved(function, other)
+    except ValueError:  # a name for type checkers only
+        return
+    kind = get_origin(annotation) or annotation
+    of_a_context = isinstance(kind, type) and issubclass(kind, Context)
+    found_later = annotation is Any and str(other.annotation).partition("[")[0].rpartition(".")[2] in (
+        "Command",
+        "Chunk",
+    )
+    if kind in (Command, Chunk) or found_later or (has_fields(kind) and not of_a_context):
+        raise ValueError(
+            f"The handler {_name(function)} has {context.name!r} before {other.name!r}. The {first} (or its data) "
+            f"comes first and the context second: ({other.name}, {context.name})."
+        )
 
 
 def _with_data(function: Callable[..., Any], data_type: DataType) -> Callable[..., Any]:
