@@ -7,6 +7,8 @@ import json
 import re
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,3 +123,43 @@ def test_the_demo_can_be_watched_in_a_browser(spawn: Spawn, until: Until, tmp_pa
 
 def test_the_demo_is_for_people_or_for_programs(busload: Busload) -> None:
     assert "choose one of them" in busload("demo", "--dashboard", "--json").stderr
+
+
+HIDDEN = """
+import sys
+class Hides:
+    def find_spec(self, name, path=None, target=None):
+        if name == {missing!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hides())
+{code}
+"""
+
+
+def without(missing: str, code: str) -> str:
+    """What a program says that ends because a module is not installed."""
+    words = [sys.executable, "-c", HIDDEN.format(missing=missing, code=code)]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode, ran.stdout
+    return ran.stderr
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "starlette"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from busload.dashboard import app",
+        "from busload.cli import main; main(['dashboard'])",
+        "from busload.cli import main; main(['dashboard', 'user', 'ada'])",
+    ],
+)
+def test_without_its_extra_the_error_says_what_to_install(missing: str, code: str) -> None:
+    told = without(missing, code)
+    said = f"Error: {missing} is not installed. Run: pip install 'busload[dashboard]'"
+    assert told.splitlines()[-1].endswith(said), told
+    assert ("Traceback" in told) == ("cli" not in code)
+
+
+def test_another_module_that_is_missing_is_named_as_it_is() -> None:
+    told = without("busload.dashboard.access", "import busload.dashboard")
+    assert told.endswith("ModuleNotFoundError: No module named 'busload.dashboard.access'\n")

@@ -39,6 +39,7 @@ def user(name: str, role: str, as_json: bool) -> None:
 
     busload dashboard user ada --role operator
     """
+    import_dashboard()
     from busload.dashboard.access import Role, User
 
     try:
@@ -177,7 +178,7 @@ def import_dashboard() -> Any:
     try:
         from busload.dashboard import app
     except ModuleNotFoundError as missing:
-        raise WrongInputError(f"{missing.name} is not installed. Run: pip install 'busload[dashboard]'") from None
+        raise WrongInputError(str(missing)) from None
     return app
 
 
