@@ -60,18 +60,21 @@ def test_schedules_are_listed_and_shown_with_their_next_due_times(busload: Buslo
 
 
 def test_a_time_of_a_schedule_says_its_zone(
-    busload: Busload, declared: SyncCommandBus, monkeypatch: pytest.MonkeyPatch
+    busload: Busload, declared: SyncCommandBus, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The zone of the machine, beside that of the rule; a program reads UTC."""
+    database.rows("UPDATE busload.schedule SET last_due_at = '2026-07-01 00:00:00Z'")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     time.tzset()
     try:
         told = busload("schedule", "show", "nightly").output
+        listed = busload("schedule", "ls").output
         found = json.loads(busload("schedule", "show", "nightly", "--json").stdout)
     finally:
         monkeypatch.undo()
         time.tzset()
     assert re.search(r"^next +\S+ (09|10):00:00.000 JST$", told, re.M), told
+    assert re.search(r"Europe/Paris +\S+ (09|10):00:00.000 JST +2026-07-01 09:00:00.000 JST +-$", listed, re.M), listed
     assert re.search(r"^declared +\S+ \S+ JST$", told, re.M), told
     assert re.search(r"T0[01]:00:00(Z|\+00:00)$", found["next_due_at"]), found
 

@@ -27,20 +27,15 @@ def _paused(found: ScheduleMetadata) -> str | None:
     return f"{by}: {found.pause_reason}" if found.pause_reason else by
 
 
-def _next(found: ScheduleMetadata) -> str | datetime:
+def _next(found: ScheduleMetadata) -> str:
     if found.overdue:
         return f"overdue since {_with_zone(found.next_due_at)}: no worker fires it"
-    return found.next_due_at or "ended"
+    return _with_zone(found.next_due_at) or "ended"
 
 
 def _with_zone(when: datetime | None) -> str | None:
     """A time in the zone of this machine, with its name: the schedule's zone is beside it, and may be another one."""
     return None if when is None else f"{shown(when)} {when.astimezone():%Z}"
-
-
-def _next_with_zone(found: ScheduleMetadata) -> str | None:
-    following = _next(found)
-    return _with_zone(following) if isinstance(following, datetime) else following
 
 
 def _sends(found: ScheduleMetadata) -> str:
@@ -53,7 +48,12 @@ def _catch_up(found: ScheduleMetadata) -> str:
 
 SCHEDULES = View[ScheduleMetadata](
     "NAME DOMAIN SENDS WHEN ZONE=timezone NEXT LAST=last_due_at PAUSED",
-    {"NEXT": _next, "SENDS": _sends, "PAUSED": _paused},
+    {
+        "NEXT": _next,
+        "LAST": lambda found: _with_zone(found.last_due_at),
+        "SENDS": _sends,
+        "PAUSED": _paused,
+    },
     nothing="There are no schedules. An application declares them: bus.schedule(name, cron=…, command=…, domain=…).",
     elastic="PAUSED",
     spare=("LAST", "DOMAIN"),
@@ -64,7 +64,7 @@ SCHEDULE = View[ScheduleMetadata](
     {
         "starts": lambda found: _with_zone(found.starts_at),
         "ends": lambda found: _with_zone(found.ends_at),
-        "next": _next_with_zone,
+        "next": _next,
         "last": lambda found: _with_zone(found.last_due_at),
         "declared": lambda found: _with_zone(found.declared_at),
         "sends": _sends,
@@ -105,8 +105,8 @@ _name = click.argument("name", shell_complete=completes("schedule"))
 def ls(bus: SyncCommandBus, domain: str | None, limit: int) -> Answer:
     """List schedules: when each is due, in which time zone, and which are paused.
 
-    ZONE is that of the rule. NEXT and LAST are in the zone of this machine, like all times at the shell; with --json
-    in UTC.
+    ZONE is that of the rule. NEXT and LAST are in the zone of this machine, like all times at the shell, and name it;
+    with --json in UTC.
 
         busload schedule ls
         busload schedule ls --json | jq -r '.[] | select(.paused_at) | .name'
