@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 from uuid import UUID
 
@@ -101,16 +102,19 @@ async def test_a_claim_reads_no_more_when_a_hundred_times_as_much_is_dead(
     """An empty claim, and one that finds a command: both read as few pages with 60,000 dead entries as with 600."""
 
     def cost(known: Known) -> int:
-        plan = known.marks.claim(worker=known.worker, domains=[DOMAIN], limit=100, turns={})
+        found = []
         with psycopg.connect(dsn) as conn:
             conn.execute(PLAN_ONCE)
-            most = pages(conn, plan)
-            conn.rollback()
-        return most
+            conn.commit()
+            for _ in range(3):  # the first time, and now and then, a session reads catalogues as well
+                plan = copy(known.marks).claim(worker=known.worker, domains=[DOMAIN], limit=100, turns={})
+                found.append(pages(conn, plan))
+                conn.rollback()
+        return min(found)
 
     found: list[tuple[int, int]] = []
     with held_snapshot(dsn):
-        for dead in (600, 600, 60_000):  # the catalogues are in memory from the second on
+        for dead in (600, 60_000):
             for owner in range(owners):
                 leave_dead(database, dead // owners, fair=owner)
             known = Known(given)
@@ -121,7 +125,7 @@ async def test_a_claim_reads_no_more_when_a_hundred_times_as_much_is_dead(
             await given.sent()
             found.append((empty, cost(known)))
             assert len(given.claimed(9)) == 1
-    _, few, many = found
+    few, many = found
     assert many[0] <= 1.2 * few[0] and many[1] <= 1.2 * few[1], found
 
 
