@@ -445,7 +445,10 @@ async def test_workers_go_round(given: Given) -> None:
 async def test_a_claim_reads_by_index_and_no_more_of_a_queue_that_is_longer(
     given: Given, database: Database, dsn: str, short: int, long: int, size: int
 ) -> None:
-    """A large owner and a small one behind it: the claim that gives both their turn reads the same pages."""
+    """A large owner and a small one behind it: the claim that gives both their turn reads the same pages.
+
+    Each of its nine descents may find the index one level deeper.
+    """
     worker = given.registered_worker()
 
     def pages(loads: int) -> int:
@@ -470,12 +473,16 @@ async def test_a_claim_reads_by_index_and_no_more_of_a_queue_that_is_longer(
             cursor.execute(b"PREPARE claim AS " + text.replace(b"%%", b"%"))
             values = ", ".join(["%s"] * len(statement.params)).encode()
             explain = b"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE claim (" + values + b")"
-            cursor.execute(explain, list(statement.params.values()))
-            [[[explained]]] = cursor.fetchall()
+            found = []
+            for _ in range(3):  # the first time, and now and then, a session reads catalogues as well
+                cursor.execute("SAVEPOINT here")
+                cursor.execute(explain, list(statement.params.values()))
+                [[[explained]]] = cursor.fetchall()
+                cursor.execute("ROLLBACK TO here")
+                found.append(int(explained["Plan"]["Shared Hit Blocks"] + explained["Plan"]["Shared Read Blocks"]))
             conn.rollback()
         assert "Seq Scan" not in str(explained)
-        return int(explained["Plan"]["Shared Hit Blocks"] + explained["Plan"]["Shared Read Blocks"])
+        return min(found)
 
-    pages(short)  # the catalogues are in memory from now on
     few, many = pages(short), pages(long)
-    assert many <= 1.2 * few, (few, many)
+    assert many <= few + 9, (few, many)
